@@ -105,7 +105,7 @@ static void layouts(kvt_store_t *store) {
     fails(kvt_namespace_open(store, NULL, &filled, 0, &ns, &err), KVT_E_INVALID, "groups");
     fails(kvt_layout_gqa(&filled, 0, HEADS, DIM, KVT_DTYPE_F16, CHUNK, &err), KVT_E_INVALID,
           "groups");
-    fails(kvt_layout_gqa(&filled, 70000, HEADS, DIM, KVT_DTYPE_F16, CHUNK, &err), KVT_E_INVALID,
+    fails(kvt_layout_gqa(&filled, 70000, HEADS, DIM, KVT_DTYPE_F16, CHUNK, &err), KVT_E_LIMIT,
           "70000");
     fails(kvt_layout_gqa(&filled, 5000, HEADS, DIM, KVT_DTYPE_F16, CHUNK, &err), KVT_E_LIMIT,
           "5000");

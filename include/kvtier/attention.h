@@ -1,9 +1,9 @@
 /// @file
 /// Attention on the processor: rows of queries, keys and values, and jobs that compute with them.
 ///
-/// The kernels compute exact attention over the keys that a selection lists: prefill, decode, and sums
-/// of attention weights by key. A job is divided into steps and items, so that an engine runs it on its
-/// own threads. Rows are views with an element type, and scales where they are quantized.
+/// The kernels compute exact attention over the keys that a selection lists: prefill, decode, and
+/// sums of attention weights by key. A job is divided into steps and items, so that an engine runs
+/// it on its own threads. Rows are views with an element type, and scales where they are quantized.
 ///
 /// Life cycle: kvt_prefill_open or kvt_decode_open, kvt_attention_job_run for each step,
 /// kvt_attention_job_close. Outputs and inputs stay in place until the job is closed.
@@ -19,7 +19,7 @@
 ///     args.queries = &q, args.keys = &k, args.values = &v, args.first_query = 4095;
 ///     uint64_t floats = 0;
 ///     if (kvt_decode_memory(&args, 0, &floats, &err) != KVT_OK) return fail(err);
-///     use(&floats); /* allocate so many, then kvt_decode_open and kvt_attention_job_run */
+///     use(&floats); /* allocate that many floats, then kvt_decode_open and kvt_attention_job_run */
 ///
 /// Generated from the sources of the library; a test compares. Do not edit.
 
@@ -114,9 +114,9 @@ typedef struct kvt_rows_t {
 /* ---- Jobs ------------------------------------------------------------------------------------ */
 
 /// An attention computation, cut into items. Threads of the engine run each item once, in any order
-/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
-/// threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed until
-/// kvt_attention_job_close.
+/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not
+/// depend on threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed
+/// until kvt_attention_job_close.
 typedef struct kvt_attention_job_t kvt_attention_job_t;
 
 /// Size of a job.
@@ -246,8 +246,8 @@ kvt_status_t kvt_column_sums_open(const kvt_attention_args_t *args, const float 
 /// and that all items of both steps have ended.
 ///
 /// @param flags      KVT_SUMS_*; KVT_SUMS_BY_HEAD is required if heads select different keys.
-/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_attention_job_info_t), in the
-///                   order of the selected keys.
+/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_attention_job_info_t),
+///                   in the order of the selected keys.
 /// @param sum_count  Exactly that many elements.
 ///
 /// Threading: not while a thread runs items of the job.

@@ -8,22 +8,24 @@
 ///   return KVT_E_INVALID (an argument outside its range), KVT_E_HANDLE (stale, foreign or null),
 ///   KVT_E_CLOSED, KVT_E_FORKED, KVT_E_NOMEM, KVT_E_TOO_NEW (a struct has a field that this library
 ///   does not know), KVT_E_REENTRANT and KVT_E_PANIC. `@return` names only the other codes.
-/// - err: receives an error object that explains a failure; free it with kvt_error_free. May be null.
+/// - err: receives an error object that explains a failure; free it with kvt_error_free. May be
+///   null.
 /// - Pointers must not be null, unless the comment says so. Null options mean the defaults.
 /// - Structs start with KVT_..._INIT, which sets struct_size. Zero is the default of every field;
-///   reserved fields are 0. A struct without struct_size stands in arrays; pass its sizeof as
-///   stride_bytes.
+///   reserved fields are 0. A struct without struct_size is an element of arrays; pass its sizeof
+///   as stride_bytes.
 /// - Arrays: an output array has `capacity` entries (or `out_capacity` bytes). The call writes the
-///   number of entries to its count, also with KVT_E_TOO_SMALL. A null array with capacity 0 asks for
-///   the number, where it is known before the call.
+///   number of entries to its count, also with KVT_E_TOO_SMALL. A null array with capacity 0 asks
+///   for the number, where it is known before the call.
 /// - Handles are never dereferenced: a stale one is an error. Objects that a call returns belong to
-///   the caller; the close or free takes a pointer to the handle, clears it, and accepts null. Structs
-///   and arrays are copied during the call, unless the comment says that they are borrowed.
+///   the caller; the close or free takes a pointer to the handle, clears it, and accepts null.
+///   Structs and arrays are copied during the call, unless the comment says that they are borrowed.
 /// - Threads: any thread may call any function, also inside a callback. A call that waits returns
 ///   KVT_E_REENTRANT there. Comments name only what differs ("Threading: ...").
-/// - Time: deadlines are CLOCK_MONOTONIC nanoseconds, 0 = none. Durations end in _ns, sizes in _bytes.
-/// - Texts are UTF-8 with a length in bytes, or KVT_NUL_TERMINATED as the length. Output has no NUL at
-///   its end.
+/// - Time: deadlines are CLOCK_MONOTONIC nanoseconds, 0 = none. Durations end in _ns, sizes in
+///   _bytes.
+/// - Texts are UTF-8 with a length in bytes, or KVT_NUL_TERMINATED as the length. Output has no NUL
+///   at its end.
 /// - Enumerations: a type such as kvt_level_t is an integer of fixed width, and the enum below it
 ///   names its values. Values may be added. Types that end in _flags_t are sets of bits.
 ///
@@ -208,7 +210,8 @@ enum {
 typedef void (*kvt_destroy_fn)(void *user_data);
 
 /// Receives a log message of at most 2048 bytes. Texts are UTF-8, not NUL-terminated, and borrowed
-/// for the call. Any thread calls it, also several at once. It must not unwind.
+/// for the call. Any thread calls it, also several at once, and never under a lock of the library:
+/// a message that is logged under one arrives after its release. It must not unwind.
 typedef void (*kvt_log_fn)(void *user_data, kvt_log_level_t level, const char *target,
                            uint64_t target_bytes, const char *message, uint64_t message_bytes);
 

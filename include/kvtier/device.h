@@ -1,12 +1,13 @@
 /// @file
 /// Devices: memory, copies, events, kernels and custom devices.
 ///
-/// A device copies between host memory and its own, in streams, and says when with events. The CPU is
-/// one, a GPU through the CUDA driver is one, and an engine can bring its own by a table of callbacks
-/// (kvt_device_custom_t). A store or a streamer that is given a device accepts views of its memory.
+/// A device copies between host memory and its own, in streams, and says when with events. The CPU
+/// is one, a GPU through the CUDA driver is one, and an engine can bring its own by a table of
+/// callbacks (kvt_device_custom_t). A store or a streamer that is given a device accepts views of
+/// its memory.
 ///
-/// Life cycle: kvt_device_open, kvt_device_copy, kvt_device_wait or _poll, kvt_device_release of the
-/// events, kvt_device_close after the stores that use it. Events are numbers, not handles.
+/// Life cycle: kvt_device_open, kvt_device_copy, kvt_device_wait or _poll, kvt_device_release of
+/// the events, kvt_device_close after the stores that use it. Events are numbers, not handles.
 ///
 ///     kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
 ///     opts.kind = KVT_DEVICE_KIND_CUDA; /* loads the driver: KVT_E_UNAVAILABLE where there is none */
@@ -69,9 +70,8 @@ enum {
 /// Flags of kvt_device_open.
 typedef uint64_t kvt_device_flags_t;
 enum {
-    /// The device computes checksums of copied planes in
-    /// its own memory, and stores compare them with the bytes on the host. A copy that differs is
-    /// repeated once, then fails with KVT_E_CORRUPT.
+    /// The device computes checksums of copied planes in its own memory, and stores compare them with
+    /// the bytes on the host. A copy that differs is repeated once, then fails with KVT_E_CORRUPT.
     KVT_DEVICE_VERIFY = 1,
 };
 
@@ -189,9 +189,9 @@ enum {
 /// Flags of a copy.
 typedef uint64_t kvt_copy_flags_t;
 enum {
-    /// Compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device
-    /// sums the side in its own memory: the source as read, or the target as written. If both sides are
-    /// there, it sums the target.
+    /// Compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device sums the side
+    /// in its own memory: the source as read, or the target as written. If both sides are there, it
+    /// sums the target.
     KVT_COPY_CHECKSUM = 1,
 };
 
@@ -284,8 +284,8 @@ kvt_status_t kvt_device_query(const kvt_device_t *device, uint64_t event);
 kvt_status_t kvt_device_wait(const kvt_device_t *device, uint64_t event, uint64_t deadline_ns,
                              kvt_error_t **err);
 
-/// Reads the checksums that copies of a batch requested (KVT_COPY_CHECKSUM), in the order of the copies.
-/// They are available from the completion of the event until its release. Compare them with
+/// Reads the checksums that copies of a batch requested (KVT_COPY_CHECKSUM), in the order of the
+/// copies. They are available from the completion of the event until its release. Compare them with
 /// kvt_checksum of the bytes in host memory: a difference means that bytes changed on the bus.
 ///
 /// @param device    Asynchronous, with KVT_DEVICE_CHECKSUMS.
@@ -469,9 +469,9 @@ kvt_status_t kvt_device_launch(const kvt_device_t *device, uint32_t stream, uint
                                const kvt_kernel_t *kernels, uint64_t count, uint64_t stride_bytes,
                                uint64_t *out_event, kvt_error_t **err);
 
-/// Packs an index for KVT_DEVICE_KERNEL_PREFILL (heads, `starts` and `items` of kvt_index_t, contiguous)
-/// and enters it in a kernel. The call validates the index; the kernel trusts it. Afterwards copy
-/// the bytes to `address`, and set the kernel's `scratch`.
+/// Packs an index for KVT_DEVICE_KERNEL_PREFILL (heads, `starts` and `items` of kvt_index_t,
+/// contiguous) and enters it in a kernel. The call validates the index; the kernel trusts it.
+/// Afterwards copy the bytes to `address`, and set the kernel's `scratch`.
 ///
 /// @param index    Keys that are visible; null, or without heads = all keys, 0 bytes.
 /// @param kernel   Its query_count, query_heads, key_heads, tokens and first must be set. The call

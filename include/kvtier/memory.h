@@ -1,14 +1,14 @@
 /// @file
 /// Budgets, accounts, buffers, and views of the engine's tensors.
 ///
-/// A budget limits the bytes of each tier for all that share it; an account is one user's part of it.
-/// Bytes are reserved before they are allocated, so that a limit is never exceeded. Buffers are memory
-/// of the library's, pinned or on huge pages. A view describes one plane (K or V of one layer) in the
-/// engine's own memory: contiguous, strided, or in pages.
+/// A budget limits the bytes of each tier for all that share it; an account is one user's part of
+/// it. Bytes are reserved before they are allocated, so that a limit is never exceeded. Buffers are
+/// memory of the library's, pinned or on huge pages. A view describes one plane (K or V of one
+/// layer) in the engine's own memory: contiguous, strided, or in pages.
 ///
 /// Life cycle: kvt_budget_open, kvt_account_open, kvt_account_reserve, _commit, _release,
-/// kvt_account_close, kvt_budget_close; kvt_buffer_alloc, kvt_buffer_address, kvt_buffer_free. Views
-/// are plain values.
+/// kvt_account_close, kvt_budget_close; kvt_buffer_alloc, kvt_buffer_address, kvt_buffer_free.
+/// Views are plain values.
 ///
 ///     /* A paged KV cache: block b of 16 tokens at pages[b], 8 heads of 128 elements of 2 bytes. */
 ///     kvt_view_t view = {0};

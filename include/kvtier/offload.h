@@ -1,13 +1,13 @@
 /// @file
 /// Layer-wise offload of the KV of one session: contexts larger than the engine's memory.
 ///
-/// An offload keeps the KV of a session in a store, and a ring of buffers for the layers that are being
-/// computed. Loads of the next layers run while a layer is computed. With a sparse policy only the
-/// blocks that it selects are loaded.
+/// An offload keeps the KV of a session in a store, and a ring of buffers for the layers that are
+/// being computed. Loads of the next layers run while a layer is computed. With a sparse policy
+/// only the blocks that it selects are loaded.
 ///
-/// Life cycle: kvt_offload_open, kvt_offload_put for each layer of the prompt, then for each step of
-/// decode kvt_offload_begin, kvt_offload_take and _give_back for each layer, kvt_offload_put for the new
-/// token; kvt_offload_close.
+/// Life cycle: kvt_offload_open, kvt_offload_put for each layer of the prompt, then for each step
+/// of decode kvt_offload_begin, kvt_offload_take and _give_back for each layer, kvt_offload_put for
+/// the new token; kvt_offload_close.
 ///
 ///     kvt_offload_opts_t opts = KVT_OFFLOAD_OPTS_INIT;
 ///     opts.session = session, opts.attention = &shape, opts.dtype = KVT_DTYPE_F16;
@@ -214,8 +214,8 @@ kvt_status_t kvt_offload_set_ready_event(const kvt_offload_t *offload, uint64_t 
 /// Flags of kvt_offload_load.
 typedef uint64_t kvt_offload_load_flags_t;
 enum {
-    /// The caller has chosen the blocks. They are loaded without a
-    /// policy, and the tail follows them. A query is used for audits only.
+    /// The caller has chosen the blocks. They are loaded without a policy, and the tail follows them. A
+    /// query is used for audits only.
     KVT_OFFLOAD_LOAD_CHOSEN = 1,
 };
 

@@ -1,12 +1,13 @@
 /// @file
 /// Eviction policies, over a table of the library or of the engine.
 ///
-/// A store uses policies by their names in its spec. This header gives the same policies to an engine
-/// that keeps blocks itself: the policy is notified of lookups, inserts and references, and chooses
-/// victims. It also lets an engine give a store a policy of its own (kvt_policy_custom_t).
+/// A store uses policies by their names in its spec. This header gives the same policies to an
+/// engine that keeps blocks itself: the policy is notified of lookups, inserts and references, and
+/// chooses victims. The policy "custom" evicts by a score function of the engine
+/// (kvt_policy_custom_t).
 ///
-/// Life cycle: kvt_policy_open, kvt_policy_record or kvt_policy_lookup and _insert, kvt_policy_evict,
-/// kvt_policy_close. Times are the engine's, in nanoseconds, and never decrease.
+/// Life cycle: kvt_policy_open, kvt_policy_record or kvt_policy_lookup and _insert,
+/// kvt_policy_evict, kvt_policy_close. Times are the engine's, in nanoseconds, and never decrease.
 ///
 ///     kvt_policy_opts_t opts = KVT_POLICY_OPTS_INIT;
 ///     opts.spec = "horizon", opts.spec_bytes = KVT_NUL_TERMINATED;
@@ -234,7 +235,8 @@ typedef struct kvt_policy_context_t {
 typedef struct kvt_policy_object_t {
     /// The caller's id.
     uint64_t id;
-    /// Id of the object that this one continues; needs KVT_OBJECT_HAS_PARENT. It may be inserted later.
+    /// Id of the object that this one continues; needs KVT_OBJECT_HAS_PARENT. It may be inserted
+    /// later.
     uint64_t parent;
     /// Size, 1 to 2^32 - 1.
     uint64_t units;
@@ -744,8 +746,8 @@ typedef struct kvt_policy_advice_t {
 #define KVT_POLICY_ADVICE_INIT KVT_INIT_(kvt_policy_advice_t)
 
 /// Advises a scheduler on its batch size: half if too much is recomputed, double if hardly anything
-/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_advice_rules_t). A change is
-/// advised once.
+/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_advice_rules_t). A
+/// change is advised once.
 ///
 /// @param batch  The current batch size.
 kvt_status_t kvt_policy_advise(const kvt_policy_t *policy, uint64_t batch,

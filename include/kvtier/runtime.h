@@ -3,11 +3,11 @@
 ///
 /// A runtime owns worker threads and a table of ops. kvt_open makes one; engines that want several
 /// stores on the same threads open it themselves. Each submission returns an op at once. An op is
-/// issued, then resolved (its result is known), then released (the caller's memory is free). The caller
-/// waits for an op, or takes completions from a queue, and frees the op when it is released.
+/// issued, then resolved (its result is known), then released (the caller's memory is free). The
+/// caller waits for an op, or takes completions from a queue, and frees the op when it is released.
 ///
 /// Life cycle: kvt_runtime_open, kvt_queue_open, submissions, kvt_queue_wait, kvt_op_free,
-/// kvt_queue_close, kvt_runtime_close. Closing a runtime cancels and waits for what is open.
+/// kvt_queue_close, kvt_runtime_close. Closing a runtime cancels its open ops and waits for them.
 ///
 ///     kvt_completion_t done[64];
 ///     uint64_t count = 0;
@@ -234,7 +234,7 @@ kvt_status_t kvt_op_info(const kvt_op_t *op, kvt_op_info_t *out);
 /// kvt_op_error and kvt_op_free in one call.
 ///
 /// @param op   Cleared, unless the op is still running at the deadline.
-/// @param out  Receives the result of the op; may be null.
+/// @param out  Receives the result of the op, also of a failed one; may be null.
 /// @return The status of the op, whose message `err` receives; KVT_E_TIMEOUT also at the deadline.
 ///
 /// Threading: not inside callbacks.

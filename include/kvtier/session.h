@@ -1,13 +1,13 @@
 /// @file
 /// Sessions: sequences of tokens, transfers of their KV, plans, named blocks, ready events.
 ///
-/// A session is a sequence of tokens in a namespace. Its tokens name its KV, so a session that is
-/// opened with tokens which another one stored finds their KV. While it is open it references its
-/// chunks: they stay in some tier.
+/// A session is a sequence of tokens in a namespace. Its tokens name its KV: a session with the
+/// same first tokens as an earlier one finds the KV that the earlier one stored. An open session
+/// references its chunks, so that they stay in some tier.
 ///
-/// Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for what is
-/// stored and kvt_session_put for what the engine computed, kvt_session_close. Transfers that were
-/// submitted continue after the close.
+/// Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for
+/// stored KV and kvt_session_put for computed KV, kvt_session_close. Transfers that were submitted
+/// continue after the close.
 ///
 ///     if (kvt_session_open(ns, NULL, &session, &err) != KVT_OK) return fail(err);
 ///     if (kvt_session_append(session, tokens, count, &err) != KVT_OK) return fail(err);
@@ -218,9 +218,9 @@ typedef struct kvt_transfer_t {
     /// Null = at once. At most 65536 transfers wait for one event. The handle may be closed after
     /// the signal. To read from disk in the meantime, submit a prefetch first.
     const kvt_ready_event_t *ready;
-    /// Gets and prefetches: only these chunks, for example those that a sparse policy selects.
+    /// Gets and prefetches: indices of the chunks to transfer, such as a sparse policy selects.
     /// Ascending; 0 = the chunk of first_token. Views have the tokens of these chunks without gaps.
-    /// Null = all.
+    /// Null = all chunks.
     const uint32_t *chunks;
     /// At most 2^22; not 0 unless chunks is null.
     uint64_t chunk_count;
@@ -270,7 +270,7 @@ kvt_status_t kvt_session_get(const kvt_session_t *session, const kvt_transfer_t 
 /// Puts and waits: kvt_session_put and kvt_op_finish.
 ///
 /// @param opts  Null = the defaults. At its deadline the call ends with KVT_E_TIMEOUT, as soon as
-///              the tensors are free.
+///              the tensors are free. Its queue, if set, receives the completion as well.
 /// @return KVT_E_TIMEOUT, or as kvt_session_put and its op.
 ///
 /// Threading: not inside callbacks.
@@ -436,9 +436,9 @@ kvt_status_t kvt_session_drop(const kvt_session_t *session, uint64_t first_token
 
 /// Demotes chunks of a session, also referenced and pinned ones. Chunks that are not on disk yet
 /// are written, whatever admission and `write` of the spec say; then their memory is freed. Never
-/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
-/// again. A chunk that cannot be written stays in memory while something references it. For the
-/// range, see kvt_session_pin.
+/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the
+/// chunks again. A chunk that cannot be written stays in memory while something references it. For
+/// the range, see kvt_session_pin.
 ///
 /// @param out  Counts; may be null.
 kvt_status_t kvt_session_demote(const kvt_session_t *session, uint64_t first_token, uint64_t tokens,
@@ -548,8 +548,8 @@ kvt_status_t kvt_namespace_block_keys(const kvt_namespace_t *ns, const kvt_block
                                       uint8_t *out, kvt_error_t **err);
 
 /// Reads in which tiers blocks are resident. Counts no use and references nothing. It does not ask
-/// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE without
-/// KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
+/// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE
+/// without KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
 ///
 /// @param out  Receives a byte per name, as kvt_namespace_exists.
 /// @return KVT_E_LIMIT.
@@ -576,8 +576,9 @@ kvt_status_t kvt_session_put_blocks(const kvt_session_t *session, const kvt_bloc
                                     kvt_error_t **err);
 
 /// Submits a get of blocks, from whichever tier has them; from the remote only those that
-/// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends with
-/// KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in part.
+/// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends
+/// with KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in
+/// part.
 ///
 /// @param blocks  See kvt_session_put_blocks.
 /// @param out_op  See kvt_session_put_blocks.
@@ -641,7 +642,8 @@ kvt_status_t kvt_session_remote_lookup(const kvt_session_t *session, const kvt_s
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
 /// @param out_op  See kvt_session_remote_lookup.
-/// @return KVT_E_AGAIN (as kvt_session_remote_lookup, or 2^20 blocks are being looked up), KVT_E_LIMIT.
+/// @return KVT_E_AGAIN (as kvt_session_remote_lookup, or 2^20 blocks are being looked up),
+///         KVT_E_LIMIT.
 kvt_status_t kvt_session_remote_lookup_blocks(const kvt_session_t *session,
                                               const kvt_block_names_t *names,
                                               const kvt_submit_opts_t *opts, kvt_op_t **out_op,
@@ -659,8 +661,8 @@ kvt_status_t kvt_session_remote_lookup_blocks(const kvt_session_t *session,
 /// end with KVT_E_BUDGET, or are refused with KVT_E_LIMIT. A held block whose only copy is damaged
 /// is lost; its name stays held for the next put.
 ///
-/// @param out  Receives a byte per name, as kvt_namespace_blocks_exist; 0 = not held. May be null if
-///             only kvt_session_close releases them.
+/// @param out  Receives a byte per name, as kvt_namespace_blocks_exist; 0 = not held. May be null
+///             if only kvt_session_close releases them.
 /// @return KVT_E_LIMIT (also: 2^20 holds of a session). On failure nothing is held.
 kvt_status_t kvt_session_hold_blocks(const kvt_session_t *session, const kvt_block_names_t *names,
                                      uint8_t *out, kvt_error_t **err);

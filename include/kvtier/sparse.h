@@ -2,13 +2,13 @@
 /// Sparse policies for engines that keep KV themselves: which keys to compute with, which to load,
 /// which to evict.
 ///
-/// A policy sees keys as they are appended, and answers for a query. What it can do and what it must be
-/// given stands in its traits (kvt_sparse_traits): select blocks to load, select keys to compute with,
-/// evict tokens. kvt_offload_t uses the same policies over KV that a store keeps.
+/// A policy sees keys as they are appended, and answers for a query. Its traits (kvt_sparse_traits)
+/// say what it can do (select blocks to load, select keys to compute with, evict tokens) and which
+/// inputs it needs. kvt_offload_t uses the same policies over KV that a store keeps.
 ///
-/// Life cycle: kvt_sparse_open, kvt_sparse_append for each layer, kvt_sparse_select or kvt_sparse_index
-/// for a query, kvt_sparse_plan_eviction and _commit_eviction, kvt_sparse_close. Calls on one policy run
-/// one at a time.
+/// Life cycle: kvt_sparse_open, kvt_sparse_append for each layer, kvt_sparse_select or
+/// kvt_sparse_index for a query, kvt_sparse_plan_eviction and _commit_eviction, kvt_sparse_close.
+/// Calls on one policy run one at a time.
 ///
 ///     kvt_attention_t shape = KVT_ATTENTION_INIT;
 ///     shape.layers = 32, shape.query_heads = 32, shape.key_heads = 8;
@@ -59,8 +59,7 @@ enum {
 /// Inputs that a policy needs: bits.
 typedef uint32_t kvt_needs_t;
 enum {
-    /// Keys of new tokens: kvt_sparse_append, or by blocks
-    /// kvt_sparse_add_block.
+    /// Keys of new tokens: kvt_sparse_append, or by blocks kvt_sparse_add_block.
     KVT_NEEDS_KEYS = 1,
     /// Queries, in kvt_sparse_select and kvt_sparse_index.
     KVT_NEEDS_QUERIES = 2,
@@ -72,7 +71,8 @@ enum {
     KVT_NEEDS_SCORES = 16,
     /// Values of new tokens.
     KVT_NEEDS_VALUES = 32,
-    /// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_add_scores.
+    /// A weight for each query and head, before each kvt_sparse_select or _index:
+    /// kvt_sparse_add_scores.
     KVT_NEEDS_WEIGHTS = 64,
     /// All keys of the sequence, in kvt_sparse_index.
     KVT_NEEDS_ALL_KEYS = 128,
@@ -107,7 +107,7 @@ enum {
 /// Traits of a policy. They suffice to serve a policy without knowing its name.
 typedef struct kvt_sparse_traits_t {
     uint64_t struct_size;
-    /// _INDEX_*, _EVICT_*. Other calls return KVT_E_UNSUPPORTED.
+    /// Calls that need another capability return KVT_E_UNSUPPORTED.
     kvt_sparse_caps_t caps;
     /// Other inputs are ignored, except that kvt_sparse_add_scores rejects them.
     kvt_needs_t needs;
@@ -235,8 +235,8 @@ kvt_status_t kvt_sparse_append(const kvt_sparse_t *policy, uint32_t layer, uint3
 kvt_status_t kvt_sparse_add_block(const kvt_sparse_t *policy, uint32_t layer, uint32_t id,
                                   uint32_t first, const kvt_rows_t *keys, kvt_error_t **err);
 
-/// Registers a block that decode has completed in all layers: kvt_sparse_add_block for each layer, or
-/// one call of on_decode_offload of a custom policy.
+/// Registers a block that decode has completed in all layers: kvt_sparse_add_block for each layer,
+/// or one call of on_decode_offload of a custom policy.
 ///
 /// @param keys  An entry for each layer of the model.
 /// @return As kvt_sparse_append.
@@ -413,8 +413,8 @@ kvt_status_t kvt_sparse_prefill_attention(const kvt_sparse_t *policy, uint32_t l
                                           kvt_error_t **err);
 
 /// Chooses the tokens of a layer that stay, if some are to be evicted. Nothing is evicted before
-/// kvt_sparse_commit_eviction; the call may be repeated. After KVT_E_TOO_SMALL, kvt_sparse_last_retained
-/// returns the same answer.
+/// kvt_sparse_commit_eviction; the call may be repeated. After KVT_E_TOO_SMALL,
+/// kvt_sparse_last_retained returns the same answer.
 ///
 /// @param out          Set its arrays and their capacities. Counts are 0 if all tokens stay.
 /// @param out_evicted  Receives 1 if tokens are to be evicted, else 0.
@@ -433,8 +433,8 @@ kvt_status_t kvt_sparse_last_retained(const kvt_sparse_t *policy, kvt_token_list
 
 /// Confirms an eviction: only the tokens in `kept` are left in the layer.
 ///
-/// @param kept  Some of the resident tokens: an answer of kvt_sparse_plan_eviction, of this policy or
-///              another one of the sequence, to which the engine may have added tokens.
+/// @param kept  Some of the resident tokens: an answer of kvt_sparse_plan_eviction, of this policy
+///              or another one of the sequence, to which the engine may have added tokens.
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_sparse_commit_eviction(const kvt_sparse_t *policy, uint32_t layer,
                                         const kvt_token_lists_t *kept, kvt_error_t **err);

@@ -1,13 +1,14 @@
 /// @file
 /// Stores, namespaces and remotes: where KV is kept, and for which model.
 ///
-/// A store keeps cells (the KV of a chunk of tokens in one layer) in tiers: device memory, host memory,
-/// a disk, a remote. A namespace is a model with its layout and tenant: sessions share KV if their
-/// namespaces are equal. Names of KV are hashes of the namespace and of all tokens before a chunk's end.
+/// A store keeps cells (the KV of a chunk of tokens in one layer) in tiers: device memory, host
+/// memory, a disk, a remote. A namespace is a model with its layout and tenant: sessions share KV
+/// if their namespaces are equal. Names of KV are hashes of the namespace and of all tokens before
+/// a chunk's end.
 ///
-/// Life cycle: kvt_open (or kvt_store_open on a runtime of one's own), kvt_namespace_open, sessions,
-/// kvt_namespace_close, kvt_store_close, which writes back what is in memory only. A store that is
-/// opened on the same directory again finds what was written.
+/// Life cycle: kvt_open (or kvt_store_open on a runtime of one's own), kvt_namespace_open,
+/// sessions, kvt_namespace_close, kvt_store_close, which writes chunks that are in memory only to
+/// disk. A store that is opened on the same directory again finds them.
 ///
 ///     const char *spec = "store(host=8GiB, disk=disk(path=\"/var/cache/kv\", bytes=200GiB))";
 ///     if (kvt_open(spec, KVT_NUL_TERMINATED, &store, &err) != KVT_OK) return fail(err);
@@ -107,7 +108,8 @@ typedef struct kvt_store_opts_t {
 } kvt_store_opts_t;
 #define KVT_STORE_OPTS_INIT KVT_INIT_(kvt_store_opts_t)
 
-/// Opens a store with a runtime and a budget of its own. kvt_store_close closes them, too.
+/// Opens a store with a runtime and a budget of its own. kvt_store_close closes them, too. A store
+/// with a device, with secrets or with a custom remote needs kvt_store_open.
 ///
 /// @param spec  "store(...)", or "kvtier(workers=4, budget=budget(host=8GiB), store=store(...))"
 ///              with parameters of the runtime and the budget; null = "store(host=1GiB)".
@@ -129,17 +131,18 @@ kvt_status_t kvt_open(const char *spec, uint64_t spec_bytes, kvt_store_t **out, 
 kvt_status_t kvt_store_open(const kvt_runtime_t *runtime, const kvt_budget_t *budget,
                             const kvt_store_opts_t *opts, kvt_store_t **out, kvt_error_t **err);
 
-/// Closes a store: refuses new work, cancels open ops and waits for them and for the threads. Then
-/// frees its memory and directory, and closes the runtime that kvt_open made. Full chunks that are in memory only are first written to disk,
-/// as admission and space allow, unless `write=never`. Open namespaces and sessions return
-/// KVT_E_CLOSED from then on and are closed as usual; results of ops stay.
+/// Closes a store: refuses new work, cancels open ops and waits for them. Then writes full chunks
+/// that are in memory only to disk, as admission and space allow, unless `write=never`. At last
+/// ends the threads, frees the memory and the directory, and closes the runtime that kvt_open made.
+/// Open namespaces and sessions return KVT_E_CLOSED from then on and are closed as usual; results
+/// of ops stay.
 ///
 /// @return KVT_E_BUSY (deadline: the store stays closing and valid, call again), KVT_E_IO (the disk
 ///         failed, but the store is closed: call again to free the handle).
 kvt_status_t kvt_store_close(kvt_store_t **store, uint64_t deadline_ns, kvt_error_t **err);
 
-/// Returns the runtime of a store: the one that kvt_store_open was given, or that kvt_open opened.
-/// It stays the store's: do not close it.
+/// Returns the runtime of a store: the argument of kvt_store_open, or the runtime that kvt_open
+/// made. Do not close the latter: it closes with the store.
 kvt_status_t kvt_store_runtime(const kvt_store_t *store, kvt_runtime_t **out);
 
 /* ---- Statistics of stores -------------------------------------------------------------------- */
@@ -877,8 +880,8 @@ kvt_status_t kvt_store_tenants(const kvt_store_t *store, kvt_tenant_t *rows, uin
                                uint64_t stride_bytes, uint64_t *out_count);
 
 /// Reads the latencies of gets, puts, worker batches and policy decisions: one row for each
-/// KVT_LATENCY_*, in their order. Gets and puts count if they moved everything, from the call (or the
-/// ready event) to completion; those with `after` do not count. kvt_store_metrics has the
+/// KVT_LATENCY_*, in their order. Gets and puts count if they moved everything, from the call (or
+/// the ready event) to completion; those with `after` do not count. kvt_store_metrics has the
 /// histograms.
 ///
 /// @param capacity   At most 2^24; 32 always suffice.
@@ -938,8 +941,8 @@ typedef struct kvt_remote_item_t {
     uint64_t part_count;
     /// Get: first byte of the object that is wanted.
     uint64_t offset;
-    /// Out. Get: bytes read, less than the room if the object ends before. Exists: length of the
-    /// object. Put: 1 = it existed already.
+    /// Out, preset to 0. Get: bytes read, fewer than the parts have if the object ends before.
+    /// Exists: length of the object. Put: 1 = it existed already.
     uint64_t bytes;
     /// Out, preset to KVT_E_AGAIN: KVT_OK, KVT_E_NOT_FOUND, KVT_E_AGAIN (retry later),
     /// KVT_E_TIMEOUT, KVT_E_BUDGET (full), KVT_E_LIMIT (object too long), KVT_E_CORRUPT,

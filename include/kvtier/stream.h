@@ -1,12 +1,12 @@
 /// @file
 /// Weights: models in files, and streamers that load their units.
 ///
-/// A model is a GGUF or safetensors file, or a table of byte ranges; its units are layers, experts and
-/// embeddings. A streamer keeps as many units resident as the memory allows, and loads the others ahead
-/// of their use, pass after pass. A lease keeps a unit in place while it is used.
+/// A model is a GGUF or safetensors file, or a table of byte ranges; its units are layers, experts
+/// and embeddings. A streamer keeps as many units resident as the memory allows, and loads the
+/// others ahead of their use, pass after pass. A lease keeps a unit in place while it is used.
 ///
-/// Life cycle: kvt_model_open, kvt_stream_open, for each pass kvt_stream_acquire and _release of each
-/// unit, kvt_stream_close, kvt_model_close.
+/// Life cycle: kvt_model_open, kvt_stream_open, for each pass kvt_stream_acquire and _release of
+/// each unit, kvt_stream_close, kvt_model_close.
 ///
 ///     kvt_str_t path = {"model.gguf", KVT_NUL_TERMINATED};
 ///     if (kvt_model_open(&path, 1, sizeof path, &model, &err) != KVT_OK) return fail(err);
@@ -315,7 +315,7 @@ enum {
     KVT_STREAM_RING = 1,
 };
 
-/// Resident units at equal distances, the first, or the last ones.
+/// Which units are resident: units at equal distances, the first, or the last ones.
 typedef uint32_t kvt_place_t;
 enum {
     KVT_PLACE_INTERLEAVED = 0,
@@ -326,18 +326,17 @@ enum {
 /// Flags of kvt_stream_terms_t.
 typedef uint64_t kvt_terms_flags_t;
 enum {
-    /// Use the field of that name even if it is 0, not its default.
+    /// Take 0 in the field of that name as 0, not as the default.
     KVT_TERMS_DEVICE_CEILING = 1,
     KVT_TERMS_HOST_CEILING = 2,
     KVT_TERMS_DEVICE_SAFETY = 4,
     KVT_TERMS_HOST_RESERVE = 8,
     KVT_TERMS_KV = 16,
     KVT_TERMS_EXPERT_SLOTS = 32,
-    /// Weights must be able to give memory back later, by
-    /// kvt_stream_rebalance or to the budget. Slots exist even where all units fit, of the size that
-    /// lets most memory be given back. Experts get no more slots than a layer needs, unless
-    /// expert_slots is set; slots beyond that need are given back, too. Always set with a budget; no
-    /// effect with KVT_STREAM_RING.
+    /// Weights must be able to give memory back later, by kvt_stream_rebalance or to the budget. Slots
+    /// exist even where all units fit, of the size that lets most memory be given back. Experts get no
+    /// more slots than a layer needs, unless expert_slots is set; slots beyond that need are given
+    /// back, too. Always set with a budget; no effect with KVT_STREAM_RING.
     KVT_TERMS_SHRINKS = 256,
 };
 
@@ -348,8 +347,8 @@ enum {
     KVT_STREAM_MEASURE = 1,
     /// Passes do not follow each other: nothing is prefetched across the end of a pass.
     KVT_STREAM_ONCE = 2,
-    /// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_unit_address. On a
-    /// device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
+    /// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_unit_address.
+    /// On a device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
     /// counts.
     KVT_STREAM_IN_PLACE = 4,
     /// Read through the page cache, and drop the pages afterwards.
@@ -386,7 +385,6 @@ enum {
 /// value, a KVT_TERMS_* flag selects it.
 typedef struct kvt_stream_terms_t {
     uint64_t struct_size;
-    /// KVT_TERMS_SHRINKS.
     kvt_terms_flags_t flags;
     /// 0 = on the device if there is one.
     kvt_compute_t compute;
@@ -494,7 +492,7 @@ typedef struct kvt_stream_opts_t {
 
 /* ---- Plans of streamers ---------------------------------------------------------------------- */
 
-/// Only in the file, in host memory, or in device memory.
+/// Where a unit stays between uses: only in the file, in host memory, or in device memory.
 typedef uint32_t kvt_unit_resident_t;
 enum {
     KVT_RESIDENT_FILE = 1,
@@ -502,7 +500,7 @@ enum {
     KVT_RESIDENT_DEVICE = 3,
 };
 
-/// Computing, the link to the device, or the disk.
+/// What limits a pass: computing, the link to the device, or the disk.
 typedef uint32_t kvt_binding_t;
 enum {
     KVT_BINDING_COMPUTE = 1,
@@ -628,7 +626,7 @@ typedef struct kvt_stream_t kvt_stream_t;
 /// Flags of kvt_stream_acquire.
 typedef uint64_t kvt_acquire_flags_t;
 enum {
-    /// kvt_stream_acquire: do not wait; KVT_E_AGAIN if the unit is not loaded.
+    /// Do not wait: KVT_E_AGAIN if the unit is not loaded.
     KVT_ACQUIRE_POLL = 1,
     /// Do not wait for copies that were submitted to the device: the bytes are complete after
     /// kvt_unit_lease_t.event. See kvt_device_stream_wait.
@@ -699,7 +697,7 @@ kvt_status_t kvt_stream_release(const kvt_stream_t *stream, kvt_unit_lease_t *le
 
 /* ---- Passes ---------------------------------------------------------------------------------- */
 
-/// Use host_bytes or device_bytes even if it is 0.
+/// Flags of kvt_stream_limits_t: use host_bytes or device_bytes even if it is 0.
 typedef uint64_t kvt_limit_flags_t;
 enum {
     KVT_LIMIT_HOST = 1,
@@ -769,7 +767,7 @@ kvt_status_t kvt_stream_rebalance(const kvt_stream_t *stream, const kvt_stream_l
 
 /* ---- Statistics of streamers ----------------------------------------------------------------- */
 
-/// Stages of a unit's way.
+/// Stages of a unit's load and use.
 typedef uint32_t kvt_stage_t;
 enum {
     /// A chunk was read.

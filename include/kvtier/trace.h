@@ -1,8 +1,8 @@
 /// @file
-/// Traces: reading, generation and replay. How a policy would have done.
+/// Traces: reading, generation, and replay, which measures a policy.
 ///
-/// A trace is a list of requests with the hashes of their blocks. Replaying it on a policy gives the
-/// hit ratio, the cost of misses and the time of decisions, without an engine.
+/// A trace is a list of requests with the hashes of their blocks. Replaying it on a policy gives
+/// the hit ratio, the cost of misses and the time of decisions, without an engine.
 ///
 /// Life cycle: kvt_trace_open or kvt_trace_generate, kvt_trace_replay as often as wanted,
 /// kvt_trace_free.
@@ -49,9 +49,8 @@ enum {
     KVT_REPLAY_UNTIMED = 2,
 };
 
-/// Hints that the policy receives. STOP: the stop reason of each request,
-/// where the trace has it; NONE: no hints; THINK: as STOP, and the time of the session's next
-/// request.
+/// Hints that the policy receives. STOP: the stop reason of each request, where the trace has it;
+/// NONE: no hints; THINK: as STOP, and the time of the session's next request.
 typedef uint32_t kvt_hints_t;
 enum {
     KVT_HINTS_STOP = 0,

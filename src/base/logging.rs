@@ -22,7 +22,8 @@ static INSTALLED: OnceCell<bool> = OnceCell::new();
 /// and a callback is refused.
 static FOREIGN_LOGGER: AtomicBool = AtomicBool::new(false);
 
-/// Most messages of a thread that wait for the release of its locks; further ones are dropped.
+/// Most messages of a thread that wait for the release of its locks. Further ones are dropped, and
+/// one message says so.
 const MAX_DEFERRED: usize = 64;
 
 /// A message that was logged under a lock.
@@ -41,8 +42,14 @@ fn defer(message: Message) {
     // try_with: destructors of other thread-locals may log.
     let _ = DEFERRED.try_with(|deferred| {
         let mut deferred = deferred.borrow_mut();
-        if deferred.len() < MAX_DEFERRED {
-            deferred.push(message);
+        match deferred.len() {
+            0..MAX_DEFERRED => deferred.push(message),
+            MAX_DEFERRED => deferred.push(Message {
+                level: Level::Warn,
+                target: module_path!().to_string(),
+                text: format!("log messages were dropped: more than {MAX_DEFERRED} under a lock"),
+            }),
+            _ => {}
         }
         HAS_DEFERRED.set(true);
     });
@@ -128,7 +135,7 @@ mod tests {
     fn messages_logged_under_a_lock_arrive_after_its_release() {
         static GOT: parking_lot::Mutex<Vec<(String, bool)>> = parking_lot::Mutex::new(Vec::new());
         let sink: Sink = Arc::new(|_, target: &str, text: &str| {
-            if target == "deferred" {
+            if target == "deferred" || text.contains("were dropped") {
                 GOT.lock().push((text.to_string(), sync::is_lock_held()));
                 assert!(text != "panic", "a callback that panics");
             }
@@ -163,7 +170,8 @@ mod tests {
             }
             drop(guard);
         }
-        assert_eq!(texts().len(), 4 + 2 * MAX_DEFERRED * MAX_DEFERRED);
+        assert_eq!(texts().len(), 4 + 2 * MAX_DEFERRED * (MAX_DEFERRED + 1));
+        assert!(texts().last().is_some_and(|text| text.contains("were dropped")));
         assert!(GOT.lock().iter().all(|(_, held)| !held));
         set(None, LevelFilter::Off).expect("no other logger");
     }

@@ -1,8 +1,8 @@
 //! Attention on the processor: rows of queries, keys and values, and jobs that compute with them.
 //!
-//! The kernels compute exact attention over the keys that a selection lists: prefill, decode, and sums
-//! of attention weights by key. A job is divided into steps and items, so that an engine runs it on its
-//! own threads. Rows are views with an element type, and scales where they are quantized.
+//! The kernels compute exact attention over the keys that a selection lists: prefill, decode, and
+//! sums of attention weights by key. A job is divided into steps and items, so that an engine runs
+//! it on its own threads. Rows are views with an element type, and scales where they are quantized.
 //!
 //! Life cycle: kvt_prefill_open or kvt_decode_open, kvt_attention_job_run for each step,
 //! kvt_attention_job_close. Outputs and inputs stay in place until the job is closed.
@@ -247,9 +247,9 @@ pub(crate) unsafe fn with_rows<R>(
 // Jobs.
 
 /// An attention computation, cut into items. Threads of the engine run each item once, in any order
-/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not depend on
-/// threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed until
-/// kvt_attention_job_close.
+/// (kvt_attention_job_run), and those of step 1 after all of step 0. The bits of the results do not
+/// depend on threads. Tensors, scales, outputs, memory and the arrays of `select` are borrowed
+/// until kvt_attention_job_close.
 pub struct kvt_attention_job_t(());
 
 /// Size of a job.
@@ -699,8 +699,8 @@ pub unsafe extern "C" fn kvt_column_sums_open(
 /// and that all items of both steps have ended.
 ///
 /// @param flags      KVT_SUMS_*; KVT_SUMS_BY_HEAD is required if heads select different keys.
-/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_attention_job_info_t), in the
-///                   order of the selected keys.
+/// @param sums       In and out: [query_heads, sum_keys] or [sum_keys] (kvt_attention_job_info_t),
+///                   in the order of the selected keys.
 /// @param sum_count  Exactly that many elements.
 ///
 /// Threading: not while a thread runs items of the job.

@@ -1,11 +1,12 @@
 //! Devices: memory, copies, events, kernels and custom devices.
 //!
-//! A device copies between host memory and its own, in streams, and says when with events. The CPU is
-//! one, a GPU through the CUDA driver is one, and an engine can bring its own by a table of callbacks
-//! (kvt_device_custom_t). A store or a streamer that is given a device accepts views of its memory.
+//! A device copies between host memory and its own, in streams, and says when with events. The CPU
+//! is one, a GPU through the CUDA driver is one, and an engine can bring its own by a table of
+//! callbacks (kvt_device_custom_t). A store or a streamer that is given a device accepts views of
+//! its memory.
 //!
-//! Life cycle: kvt_device_open, kvt_device_copy, kvt_device_wait or _poll, kvt_device_release of the
-//! events, kvt_device_close after the stores that use it. Events are numbers, not handles.
+//! Life cycle: kvt_device_open, kvt_device_copy, kvt_device_wait or _poll, kvt_device_release of
+//! the events, kvt_device_close after the stores that use it. Events are numbers, not handles.
 //!
 //! ```c
 //! kvt_device_opts_t opts = KVT_DEVICE_OPTS_INIT;
@@ -90,8 +91,8 @@ pub const KVT_DEVICE_WANTS_PINNED: kvt_device_features_t = 8;
 /// Flags of kvt_device_open.
 pub type kvt_device_flags_t = u64;
 
-/// The device computes checksums of copied planes in its own memory, and stores compare them with the
-/// bytes on the host. A copy that differs is repeated once, then fails with KVT_E_CORRUPT.
+/// The device computes checksums of copied planes in its own memory, and stores compare them with
+/// the bytes on the host. A copy that differs is repeated once, then fails with KVT_E_CORRUPT.
 pub const KVT_DEVICE_VERIFY: kvt_device_flags_t = 1;
 
 /// Limit: peers of a device.
@@ -440,9 +441,9 @@ pub const KVT_COPY_SCATTER: kvt_copy_direction_t = 1;
 /// Flags of a copy.
 pub type kvt_copy_flags_t = u64;
 
-/// Compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device sums the side in
-/// its own memory: the source as read, or the target as written. If both sides are there, it sums the
-/// target.
+/// Compute a checksum; ignored without KVT_DEVICE_CHECKSUMS. An asynchronous device sums the side
+/// in its own memory: the source as read, or the target as written. If both sides are there, it
+/// sums the target.
 pub const KVT_COPY_CHECKSUM: kvt_copy_flags_t = 1;
 
 /// A copy between an engine's tensor and a plane, which holds the same tokens, heads and elements
@@ -676,8 +677,8 @@ pub unsafe extern "C" fn kvt_device_wait(
     enter(device)?.device.wait(Event(event), deadline_ns)
 }
 
-/// Reads the checksums that copies of a batch requested (KVT_COPY_CHECKSUM), in the order of the copies.
-/// They are available from the completion of the event until its release. Compare them with
+/// Reads the checksums that copies of a batch requested (KVT_COPY_CHECKSUM), in the order of the
+/// copies. They are available from the completion of the event until its release. Compare them with
 /// kvt_checksum of the bytes in host memory: a difference means that bytes changed on the bus.
 ///
 /// @param device    Asynchronous, with KVT_DEVICE_CHECKSUMS.
@@ -966,9 +967,9 @@ fn with_index(keys: &Keys<'_>, call: Call, address: u64) -> Result<Call> {
     Ok(Call { scratch_bytes: call.line_bytes(), ..call })
 }
 
-/// Packs an index for KVT_DEVICE_KERNEL_PREFILL (heads, `starts` and `items` of kvt_index_t, contiguous)
-/// and enters it in a kernel. The call validates the index; the kernel trusts it. Afterwards copy
-/// the bytes to `address`, and set the kernel's `scratch`.
+/// Packs an index for KVT_DEVICE_KERNEL_PREFILL (heads, `starts` and `items` of kvt_index_t,
+/// contiguous) and enters it in a kernel. The call validates the index; the kernel trusts it.
+/// Afterwards copy the bytes to `address`, and set the kernel's `scratch`.
 ///
 /// @param index    Keys that are visible; null, or without heads = all keys, 0 bytes.
 /// @param kernel   Its query_count, query_heads, key_heads, tokens and first must be set. The call

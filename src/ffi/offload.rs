@@ -1,12 +1,12 @@
 //! Layer-wise offload of the KV of one session: contexts larger than the engine's memory.
 //!
-//! An offload keeps the KV of a session in a store, and a ring of buffers for the layers that are being
-//! computed. Loads of the next layers run while a layer is computed. With a sparse policy only the
-//! blocks that it selects are loaded.
+//! An offload keeps the KV of a session in a store, and a ring of buffers for the layers that are
+//! being computed. Loads of the next layers run while a layer is computed. With a sparse policy
+//! only the blocks that it selects are loaded.
 //!
-//! Life cycle: kvt_offload_open, kvt_offload_put for each layer of the prompt, then for each step of
-//! decode kvt_offload_begin, kvt_offload_take and _give_back for each layer, kvt_offload_put for the new
-//! token; kvt_offload_close.
+//! Life cycle: kvt_offload_open, kvt_offload_put for each layer of the prompt, then for each step
+//! of decode kvt_offload_begin, kvt_offload_take and _give_back for each layer, kvt_offload_put for
+//! the new token; kvt_offload_close.
 //!
 //! ```c
 //! kvt_offload_opts_t opts = KVT_OFFLOAD_OPTS_INIT;

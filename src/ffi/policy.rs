@@ -1,11 +1,12 @@
 //! Eviction policies, over a table of the library or of the engine.
 //!
-//! A store uses policies by their names in its spec. This header gives the same policies to an engine
-//! that keeps blocks itself: the policy is notified of lookups, inserts and references, and chooses
-//! victims. The policy "custom" evicts by a score function of the engine (kvt_policy_custom_t).
+//! A store uses policies by their names in its spec. This header gives the same policies to an
+//! engine that keeps blocks itself: the policy is notified of lookups, inserts and references, and
+//! chooses victims. The policy "custom" evicts by a score function of the engine
+//! (kvt_policy_custom_t).
 //!
-//! Life cycle: kvt_policy_open, kvt_policy_record or kvt_policy_lookup and _insert, kvt_policy_evict,
-//! kvt_policy_close. Times are the engine's, in nanoseconds, and never decrease.
+//! Life cycle: kvt_policy_open, kvt_policy_record or kvt_policy_lookup and _insert,
+//! kvt_policy_evict, kvt_policy_close. Times are the engine's, in nanoseconds, and never decrease.
 //!
 //! ```c
 //! kvt_policy_opts_t opts = KVT_POLICY_OPTS_INIT;
@@ -419,7 +420,8 @@ pub struct kvt_policy_context_t {
 pub struct kvt_policy_object_t {
     /// The caller's id.
     pub id: u64,
-    /// Id of the object that this one continues; needs KVT_OBJECT_HAS_PARENT. It may be inserted later.
+    /// Id of the object that this one continues; needs KVT_OBJECT_HAS_PARENT. It may be inserted
+    /// later.
     pub parent: u64,
     /// Size, 1 to 2^32 - 1.
     pub units: u64,
@@ -1771,8 +1773,8 @@ pub struct kvt_policy_advice_t {
 }
 
 /// Advises a scheduler on its batch size: half if too much is recomputed, double if hardly anything
-/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_advice_rules_t). A change is
-/// advised once.
+/// is evicted. Consecutive windows of lookups must agree first (kvt_policy_advice_rules_t). A
+/// change is advised once.
 ///
 /// @param batch  The current batch size.
 #[capi]

@@ -2,8 +2,8 @@
 //!
 //! A runtime owns worker threads and a table of ops. kvt_open makes one; engines that want several
 //! stores on the same threads open it themselves. Each submission returns an op at once. An op is
-//! issued, then resolved (its result is known), then released (the caller's memory is free). The caller
-//! waits for an op, or takes completions from a queue, and frees the op when it is released.
+//! issued, then resolved (its result is known), then released (the caller's memory is free). The
+//! caller waits for an op, or takes completions from a queue, and frees the op when it is released.
 //!
 //! Life cycle: kvt_runtime_open, kvt_queue_open, submissions, kvt_queue_wait, kvt_op_free,
 //! kvt_queue_close, kvt_runtime_close. Closing a runtime cancels its open ops and waits for them.

@@ -1,12 +1,12 @@
 //! Sessions: sequences of tokens, transfers of their KV, plans, named blocks, ready events.
 //!
-//! A session is a sequence of tokens in a namespace. Its tokens name its KV: a session with the same
-//! first tokens as an earlier one finds the KV that the earlier one stored. An open session references
-//! its chunks, so that they stay in some tier.
+//! A session is a sequence of tokens in a namespace. Its tokens name its KV: a session with the
+//! same first tokens as an earlier one finds the KV that the earlier one stored. An open session
+//! references its chunks, so that they stay in some tier.
 //!
-//! Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for stored KV
-//! and kvt_session_put for computed KV, kvt_session_close. Transfers that were submitted continue after
-//! the close.
+//! Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for
+//! stored KV and kvt_session_put for computed KV, kvt_session_close. Transfers that were submitted
+//! continue after the close.
 //!
 //! ```c
 //! if (kvt_session_open(ns, NULL, &session, &err) != KVT_OK) return fail(err);
@@ -728,7 +728,7 @@ unsafe fn transfer_and_wait(
 /// Puts and waits: kvt_session_put and kvt_op_finish.
 ///
 /// @param opts  Null = the defaults. At its deadline the call ends with KVT_E_TIMEOUT, as soon as
-///              the tensors are free.
+///              the tensors are free. Its queue, if set, receives the completion as well.
 /// @return KVT_E_TIMEOUT, or as kvt_session_put and its op.
 ///
 /// Threading: not inside callbacks.
@@ -1056,9 +1056,9 @@ pub unsafe extern "C" fn kvt_session_drop(
 
 /// Demotes chunks of a session, also referenced and pinned ones. Chunks that are not on disk yet
 /// are written, whatever admission and `write` of the spec say; then their memory is freed. Never
-/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the chunks
-/// again. A chunk that cannot be written stays in memory while something references it. For the
-/// range, see kvt_session_pin.
+/// blocks: events (KVT_STORE_EVENT_REMOVED) and kvt_store_stats show the end. A get promotes the
+/// chunks again. A chunk that cannot be written stays in memory while something references it. For
+/// the range, see kvt_session_pin.
 ///
 /// @param out  Counts; may be null.
 #[capi]
@@ -1377,8 +1377,8 @@ pub unsafe extern "C" fn kvt_namespace_block_keys(
 }
 
 /// Reads in which tiers blocks are resident. Counts no use and references nothing. It does not ask
-/// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE without
-/// KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
+/// the remote: a block that kvt_session_remote_lookup_blocks found there has 1 << KVT_TIER_REMOTE
+/// without KVT_EXISTS_WHOLE, and gets and prefetches fetch it.
 ///
 /// @param out  Receives a byte per name, as kvt_namespace_exists.
 /// @return KVT_E_LIMIT.
@@ -1463,8 +1463,9 @@ pub unsafe extern "C" fn kvt_session_put_blocks(
 }
 
 /// Submits a get of blocks, from whichever tier has them; from the remote only those that
-/// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends with
-/// KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in part.
+/// kvt_session_remote_lookup_blocks found there. Never blocks. If blocks are missing, the op ends
+/// with KVT_E_NOT_FOUND and its items say which; the tensors of a missing block may be written in
+/// part.
 ///
 /// @param blocks  See kvt_session_put_blocks.
 /// @param out_op  See kvt_session_put_blocks.
@@ -1564,7 +1565,8 @@ pub unsafe extern "C" fn kvt_session_remote_lookup(
 /// @param names   1 to 65536; a name that occurs twice has two items. Copied.
 /// @param opts    Set a deadline: blocks without an answer then end with KVT_E_TIMEOUT.
 /// @param out_op  See kvt_session_remote_lookup.
-/// @return KVT_E_AGAIN (as kvt_session_remote_lookup, or 2^20 blocks are being looked up), KVT_E_LIMIT.
+/// @return KVT_E_AGAIN (as kvt_session_remote_lookup, or 2^20 blocks are being looked up),
+///         KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_remote_lookup_blocks(
     session: *const kvt_session_t,
@@ -1594,8 +1596,8 @@ const CELLS_PER_LOCK: usize = 1 << 14;
 /// end with KVT_E_BUDGET, or are refused with KVT_E_LIMIT. A held block whose only copy is damaged
 /// is lost; its name stays held for the next put.
 ///
-/// @param out  Receives a byte per name, as kvt_namespace_blocks_exist; 0 = not held. May be null if
-///             only kvt_session_close releases them.
+/// @param out  Receives a byte per name, as kvt_namespace_blocks_exist; 0 = not held. May be null
+///             if only kvt_session_close releases them.
 /// @return KVT_E_LIMIT (also: 2^20 holds of a session). On failure nothing is held.
 #[capi]
 pub unsafe extern "C" fn kvt_session_hold_blocks(

@@ -1,13 +1,13 @@
 //! Sparse policies for engines that keep KV themselves: which keys to compute with, which to load,
 //! which to evict.
 //!
-//! A policy sees keys as they are appended, and answers for a query. Its traits (kvt_sparse_traits) say
-//! what it can do (select blocks to load, select keys to compute with, evict tokens) and which inputs
-//! it needs. kvt_offload_t uses the same policies over KV that a store keeps.
+//! A policy sees keys as they are appended, and answers for a query. Its traits (kvt_sparse_traits)
+//! say what it can do (select blocks to load, select keys to compute with, evict tokens) and which
+//! inputs it needs. kvt_offload_t uses the same policies over KV that a store keeps.
 //!
-//! Life cycle: kvt_sparse_open, kvt_sparse_append for each layer, kvt_sparse_select or kvt_sparse_index
-//! for a query, kvt_sparse_plan_eviction and _commit_eviction, kvt_sparse_close. Calls on one policy run
-//! one at a time.
+//! Life cycle: kvt_sparse_open, kvt_sparse_append for each layer, kvt_sparse_select or
+//! kvt_sparse_index for a query, kvt_sparse_plan_eviction and _commit_eviction, kvt_sparse_close.
+//! Calls on one policy run one at a time.
 //!
 //! ```c
 //! kvt_attention_t shape = KVT_ATTENTION_INIT;
@@ -90,7 +90,8 @@ pub const KVT_NEEDS_NEXT_QUERY: kvt_needs_t = 8;
 pub const KVT_NEEDS_SCORES: kvt_needs_t = 16;
 /// Values of new tokens.
 pub const KVT_NEEDS_VALUES: kvt_needs_t = 32;
-/// A weight for each query and head, before each kvt_sparse_select or _index: kvt_sparse_add_scores.
+/// A weight for each query and head, before each kvt_sparse_select or _index:
+/// kvt_sparse_add_scores.
 pub const KVT_NEEDS_WEIGHTS: kvt_needs_t = 64;
 /// All keys of the sequence, in kvt_sparse_index.
 pub const KVT_NEEDS_ALL_KEYS: kvt_needs_t = 128;
@@ -543,8 +544,8 @@ pub unsafe extern "C" fn kvt_sparse_add_block(
     with_keys(keys, body)
 }
 
-/// Registers a block that decode has completed in all layers: kvt_sparse_add_block for each layer, or
-/// one call of on_decode_offload of a custom policy.
+/// Registers a block that decode has completed in all layers: kvt_sparse_add_block for each layer,
+/// or one call of on_decode_offload of a custom policy.
 ///
 /// @param keys  An entry for each layer of the model.
 /// @return As kvt_sparse_append.
@@ -1054,8 +1055,8 @@ pub unsafe extern "C" fn kvt_sparse_prefill_attention(
 }
 
 /// Chooses the tokens of a layer that stay, if some are to be evicted. Nothing is evicted before
-/// kvt_sparse_commit_eviction; the call may be repeated. After KVT_E_TOO_SMALL, kvt_sparse_last_retained
-/// returns the same answer.
+/// kvt_sparse_commit_eviction; the call may be repeated. After KVT_E_TOO_SMALL,
+/// kvt_sparse_last_retained returns the same answer.
 ///
 /// @param out          Set its arrays and their capacities. Counts are 0 if all tokens stay.
 /// @param out_evicted  Receives 1 if tokens are to be evicted, else 0.
@@ -1102,8 +1103,8 @@ pub unsafe extern "C" fn kvt_sparse_last_retained(
 
 /// Confirms an eviction: only the tokens in `kept` are left in the layer.
 ///
-/// @param kept  Some of the resident tokens: an answer of kvt_sparse_plan_eviction, of this policy or
-///              another one of the sequence, to which the engine may have added tokens.
+/// @param kept  Some of the resident tokens: an answer of kvt_sparse_plan_eviction, of this policy
+///              or another one of the sequence, to which the engine may have added tokens.
 /// @return KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_sparse_commit_eviction(

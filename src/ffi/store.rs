@@ -1,12 +1,13 @@
 //! Stores, namespaces and remotes: where KV is kept, and for which model.
 //!
-//! A store keeps cells (the KV of a chunk of tokens in one layer) in tiers: device memory, host memory,
-//! a disk, a remote. A namespace is a model with its layout and tenant: sessions share KV if their
-//! namespaces are equal. Names of KV are hashes of the namespace and of all tokens before a chunk's end.
+//! A store keeps cells (the KV of a chunk of tokens in one layer) in tiers: device memory, host
+//! memory, a disk, a remote. A namespace is a model with its layout and tenant: sessions share KV
+//! if their namespaces are equal. Names of KV are hashes of the namespace and of all tokens before
+//! a chunk's end.
 //!
-//! Life cycle: kvt_open (or kvt_store_open on a runtime of one's own), kvt_namespace_open, sessions,
-//! kvt_namespace_close, kvt_store_close, which writes chunks that are in memory only to disk. A store
-//! that is opened on the same directory again finds them.
+//! Life cycle: kvt_open (or kvt_store_open on a runtime of one's own), kvt_namespace_open,
+//! sessions, kvt_namespace_close, kvt_store_close, which writes chunks that are in memory only to
+//! disk. A store that is opened on the same directory again finds them.
 //!
 //! ```c
 //! const char *spec = "store(host=8GiB, disk=disk(path=\"/var/cache/kv\", bytes=200GiB))";
@@ -279,10 +280,10 @@ pub unsafe extern "C" fn kvt_store_open(
 }
 
 /// Closes a store: refuses new work, cancels open ops and waits for them. Then writes full chunks
-/// that are in memory only to disk, as admission and space allow, unless `write=never`. At last ends
-/// the threads, frees the memory and the directory, and closes the runtime that kvt_open made. Open
-/// namespaces and sessions return KVT_E_CLOSED from then on and are closed as usual; results of ops
-/// stay.
+/// that are in memory only to disk, as admission and space allow, unless `write=never`. At last
+/// ends the threads, frees the memory and the directory, and closes the runtime that kvt_open made.
+/// Open namespaces and sessions return KVT_E_CLOSED from then on and are closed as usual; results
+/// of ops stay.
 ///
 /// @return KVT_E_BUSY (deadline: the store stays closing and valid, call again), KVT_E_IO (the disk
 ///         failed, but the store is closed: call again to free the handle).
@@ -316,8 +317,8 @@ fn close_runtime_of(store: &StoreNoun, deadline_ns: u64) -> Result<()> {
     }
 }
 
-/// Returns the runtime of a store: the argument of kvt_store_open, or the runtime that kvt_open made.
-/// Do not close the latter: it closes with the store.
+/// Returns the runtime of a store: the argument of kvt_store_open, or the runtime that kvt_open
+/// made. Do not close the latter: it closes with the store.
 #[capi]
 pub unsafe extern "C" fn kvt_store_runtime(
     store: *const kvt_store_t,
@@ -647,7 +648,7 @@ unsafe fn layout_of(given: &kvt_layout_t) -> Result<Layout> {
 /// The groups of a layout without groups: full layers, layers with a window, or both.
 fn groups_of_shape(given: &kvt_layout_t) -> Result<Vec<Group>> {
     let Ok(layers) = u16::try_from(given.layers) else {
-        fail!(Invalid, "layout: layers is {}: a model has at most {MAX_LAYERS}", given.layers);
+        fail!(Limit, "layout: layers is {}: a model has at most {MAX_LAYERS}", given.layers);
     };
     let (every, first, window) = (given.full_every, given.full_first, given.window_tokens);
     if window == 0 && every != 0 || first != 0 && first >= every {
@@ -1538,8 +1539,8 @@ pub unsafe extern "C" fn kvt_store_tenants(
 }
 
 /// Reads the latencies of gets, puts, worker batches and policy decisions: one row for each
-/// KVT_LATENCY_*, in their order. Gets and puts count if they moved everything, from the call (or the
-/// ready event) to completion; those with `after` do not count. kvt_store_metrics has the
+/// KVT_LATENCY_*, in their order. Gets and puts count if they moved everything, from the call (or
+/// the ready event) to completion; those with `after` do not count. kvt_store_metrics has the
 /// histograms.
 ///
 /// @param capacity   At most 2^24; 32 always suffice.
@@ -1661,8 +1662,8 @@ pub struct kvt_remote_item_t {
     pub part_count: u64,
     /// Get: first byte of the object that is wanted.
     pub offset: u64,
-    /// Out. Get: bytes read, less than the room if the object ends before. Exists: length of the
-    /// object. Put: 1 = it existed already.
+    /// Out, preset to 0. Get: bytes read, fewer than the parts have if the object ends before.
+    /// Exists: length of the object. Put: 1 = it existed already.
     pub bytes: u64,
     /// Out, preset to KVT_E_AGAIN: KVT_OK, KVT_E_NOT_FOUND, KVT_E_AGAIN (retry later),
     /// KVT_E_TIMEOUT, KVT_E_BUDGET (full), KVT_E_LIMIT (object too long), KVT_E_CORRUPT,

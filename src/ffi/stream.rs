@@ -1,11 +1,11 @@
 //! Weights: models in files, and streamers that load their units.
 //!
-//! A model is a GGUF or safetensors file, or a table of byte ranges; its units are layers, experts and
-//! embeddings. A streamer keeps as many units resident as the memory allows, and loads the others ahead
-//! of their use, pass after pass. A lease keeps a unit in place while it is used.
+//! A model is a GGUF or safetensors file, or a table of byte ranges; its units are layers, experts
+//! and embeddings. A streamer keeps as many units resident as the memory allows, and loads the
+//! others ahead of their use, pass after pass. A lease keeps a unit in place while it is used.
 //!
-//! Life cycle: kvt_model_open, kvt_stream_open, for each pass kvt_stream_acquire and _release of each
-//! unit, kvt_stream_close, kvt_model_close.
+//! Life cycle: kvt_model_open, kvt_stream_open, for each pass kvt_stream_acquire and _release of
+//! each unit, kvt_stream_close, kvt_model_close.
 //!
 //! ```c
 //! kvt_str_t path = {"model.gguf", KVT_NUL_TERMINATED};
@@ -756,8 +756,8 @@ pub const KVT_TERMS_KV: kvt_terms_flags_t = 16;
 pub const KVT_TERMS_EXPERT_SLOTS: kvt_terms_flags_t = 32;
 /// Weights must be able to give memory back later, by kvt_stream_rebalance or to the budget. Slots
 /// exist even where all units fit, of the size that lets most memory be given back. Experts get no
-/// more slots than a layer needs, unless expert_slots is set; slots beyond that need are given back,
-/// too. Always set with a budget; no effect with KVT_STREAM_RING.
+/// more slots than a layer needs, unless expert_slots is set; slots beyond that need are given
+/// back, too. Always set with a budget; no effect with KVT_STREAM_RING.
 pub const KVT_TERMS_SHRINKS: kvt_terms_flags_t = 256;
 
 /// Flags of a streamer.
@@ -767,8 +767,8 @@ pub type kvt_stream_flags_t = u64;
 pub const KVT_STREAM_MEASURE: kvt_stream_flags_t = 1;
 /// Passes do not follow each other: nothing is prefetched across the end of a pass.
 pub const KVT_STREAM_ONCE: kvt_stream_flags_t = 2;
-/// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_unit_address. On a
-/// device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
+/// Each unit has a fixed address, and memory only while it is loaded: see kvt_stream_unit_address.
+/// On a device, a unit takes a multiple of the mapping granularity (2 MiB on CUDA), which the plan
 /// counts.
 pub const KVT_STREAM_IN_PLACE: kvt_stream_flags_t = 4;
 /// Read through the page cache, and drop the pages afterwards.

@@ -1,7 +1,7 @@
 //! Traces: reading, generation, and replay, which measures a policy.
 //!
-//! A trace is a list of requests with the hashes of their blocks. Replaying it on a policy gives the
-//! hit ratio, the cost of misses and the time of decisions, without an engine.
+//! A trace is a list of requests with the hashes of their blocks. Replaying it on a policy gives
+//! the hit ratio, the cost of misses and the time of decisions, without an engine.
 //!
 //! Life cycle: kvt_trace_open or kvt_trace_generate, kvt_trace_replay as often as wanted,
 //! kvt_trace_free.
