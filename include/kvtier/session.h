@@ -7,7 +7,7 @@
 ///
 /// Life cycle: kvt_session_open, kvt_session_append, kvt_session_plan, then kvt_session_get for
 /// stored KV and kvt_session_put for computed KV, kvt_session_close. Transfers that were submitted
-/// continue after the close.
+/// continue after the close. Views begin at the first token of their transfer.
 ///
 ///     if (kvt_session_open(ns, NULL, &session, &err) != KVT_OK) return fail(err);
 ///     if (kvt_session_append(session, tokens, count, &err) != KVT_OK) return fail(err);
