@@ -170,7 +170,7 @@ impl Op {
         owner: Option<Arc<dyn Owner>>,
     ) -> Result<OpRef> {
         let bytes = items.as_slice().iter().fold(0u64, |sum, i| sum.saturating_add(i.bytes));
-        let key = ops().insert_with(|key| Op {
+        let op = ops().insert_pinned(|key| Op {
             core: core.clone(),
             key,
             bits: AtomicU32::new(0),
@@ -199,7 +199,6 @@ impl Op {
             notify: opts.events(),
             leak: AtomicBool::new(false),
         })?;
-        let op = ops().pin(key).ok_or(Status::Limit)?;
         if opts.detached {
             op.remove(); // from here on only pins keep the op alive
         }
@@ -287,12 +286,11 @@ impl Op {
 
     /// Sets the result unless one is set.
     fn set_status(&self, status: i32, error: Option<Error>, inner: &mut Inner) -> bool {
-        let won = self
-            .status
-            .compare_exchange(PENDING, status, Ordering::AcqRel, Ordering::Relaxed)
-            .is_ok();
-        if won && error.is_some() {
-            inner.error = error;
+        // The lock of `inner` is held by every writer.
+        let won = self.status.load(Ordering::Relaxed) == PENDING;
+        if won {
+            self.status.store(status, Ordering::Release);
+            inner.error = error.or(inner.error.take());
         }
         won
     }
@@ -512,6 +510,9 @@ impl Op {
 
     /// Waits for all of `moments` until `deadline_ns`; 0 = no deadline.
     pub fn wait(&self, moments: u32, deadline_ns: u64) -> Result<()> {
+        if self.bits.load(Ordering::Acquire) & moments == moments {
+            return Ok(());
+        }
         let mut inner = self.inner.lock();
         while self.bits.fetch_or(WAITED, Ordering::AcqRel) & moments != moments {
             if deadline_ns == 0 {

@@ -213,6 +213,17 @@ impl<T> Slab<T> {
 
     /// Inserts a value that contains its own key.
     pub fn insert_with(&self, make: impl FnOnce(Key) -> T) -> Result<Key> {
+        Ok(self.insert_live(make, LIVE)?.0)
+    }
+
+    /// Inserts a value that contains its own key, and counts a user of it.
+    pub fn insert_pinned(&self, make: impl FnOnce(Key) -> T) -> Result<Pin<'_, T>> {
+        let (key, slot) = self.insert_live(make, LIVE + 1)?;
+        Ok(Pin { slab: self, slot, index: key.slot() })
+    }
+
+    /// Inserts a value and adds `live` to the word of its slot, which is not live.
+    fn insert_live(&self, make: impl FnOnce(Key) -> T, live: u64) -> Result<(Key, &Slot<T>)> {
         let index = self.take_slot()?;
         let slot = self.slot(index).ok_or(Status::Limit)?;
         let generation = slot.word.load(Ordering::Acquire) >> GENERATION_SHIFT;
@@ -220,8 +231,9 @@ impl<T> Slab<T> {
         // SAFETY: the slot came off the free list and is not LIVE, so no other thread reads
         // its value; a stale pin only touches the word.
         unsafe { (*slot.value.get()).write(make(key)) };
-        slot.word.fetch_or(LIVE, Ordering::Release);
-        Ok(key)
+        // Pins with stale keys may count in the word meanwhile.
+        slot.word.fetch_add(live, Ordering::Release);
+        Ok((key, slot))
     }
 
     /// Counts a user of an object. `None` if the key is stale.
