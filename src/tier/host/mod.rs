@@ -221,21 +221,58 @@ impl HostTier {
         Ok(Piece::new(number, index))
     }
 
+    /// Allocates up to `count` pieces of at least `bytes` bytes: fewer when memory runs out. Appends
+    /// them to `out`; `owner` yields the owner of each by its number.
+    pub fn alloc_many(
+        &mut self,
+        bytes: u64,
+        count: usize,
+        owner: impl Fn(usize) -> u64,
+        out: &mut Vec<u32>,
+    ) {
+        let mut taken = 0;
+        while taken < count {
+            // The first piece of a slab is taken as a single one is.
+            let Ok(piece) = self.alloc_for(bytes, owner(taken)) else { return };
+            out.push(piece.0);
+            taken += 1;
+            let number = piece.slab();
+            let Some((entry, _)) = self.table.get(number) else { return };
+            let class = entry.class;
+            let Some(slab) = self.table.get_mut(number) else { return };
+            let before = taken;
+            while taken < count
+                && let Some(index) = slab.take(owner(taken))
+            {
+                out.push(Piece::new(number, index).0);
+                taken += 1;
+            }
+            let (more, is_full) = ((taken - before) as u64, slab.live() == slab.pieces());
+            self.live_pieces += more;
+            self.live_bytes += more * slab.piece_bytes();
+            if more > 0 && is_full {
+                self.table.unlist(&mut self.classes[class].with_free, number);
+            }
+        }
+    }
+
     /// Frees a piece.
     pub fn free(&mut self, piece: Piece) -> Result<()> {
         let number = piece.slab();
-        let (entry, slab) = self.find(piece)?;
-        let (class, drains) = (entry.class, entry.drains);
-        let piece_bytes = slab.piece_bytes();
+        let Some((class, drains, slab)) = self.table.find_mut(number) else {
+            return Err(stale(piece));
+        };
+        if !slab.is_live(piece.index()) {
+            return Err(stale(piece));
+        }
         self.live_pieces -= 1;
-        self.live_bytes -= piece_bytes;
-        let Some(slab) = self.table.get_mut(number) else { return Err(stale(piece)) };
+        self.live_bytes -= slab.piece_bytes();
         let was_full = slab.live() == slab.pieces();
         slab.give_back(piece.index());
+        let is_empty = slab.live() == 0;
         if self.reserve == Some(number) {
             return Ok(());
         }
-        let is_empty = slab.live() == 0;
         if is_empty && (drains || self.classes[class].spare != NONE) {
             self.drop_slab(number);
         } else if is_empty {

@@ -73,6 +73,12 @@ impl Table {
         self.entries.get_mut(number as usize)?.slab.as_mut()
     }
 
+    /// The class of a slab, whether it drains, and the slab.
+    pub fn find_mut(&mut self, number: u32) -> Option<(usize, bool, &mut Slab)> {
+        let entry = self.entries.get_mut(number as usize)?;
+        entry.slab.as_mut().map(|slab| (entry.class, entry.drains, slab))
+    }
+
     /// The entry of a slab.
     pub fn entry_mut(&mut self, number: u32) -> &mut Entry {
         &mut self.entries[number as usize]
