@@ -88,6 +88,13 @@ impl Residency {
         self.bits(LEAVING)
     }
 
+    /// Whether it is in no tier of this store, nor on the way to one or out of host memory: it can be
+    /// stored in host memory.
+    #[inline]
+    pub fn is_nowhere(self) -> bool {
+        self.resident_tiers() | self.arriving() | self.leaving() & 1 << Tier::Host as u8 == 0
+    }
+
     /// The fastest tier of this store in which it is resident.
     #[inline]
     pub fn nearest(self) -> Option<usize> {
@@ -240,9 +247,22 @@ impl Cells {
             "the cell is already in the tier, in flight or leaving"
         );
         *bits |= 1 << (source.map_or(STORING, |_| LOADING) + tier as u32);
-        let from = source.unwrap_or(0) as u8;
-        let sources = &mut self.sources[at];
-        *sources = *sources & !(3 << (2 * tier)) | from << (2 * tier);
+        if let Some(from) = source {
+            let sources = &mut self.sources[at];
+            *sources = *sources & !(3 << (2 * tier)) | (from as u8) << (2 * tier);
+        }
+    }
+
+    /// Pieces of host memory, by cell. One that is being stored in or read from memory has a valid one.
+    #[inline]
+    pub(super) fn pieces(&self) -> &[u32] {
+        &self.pieces
+    }
+
+    /// Sets the piece of a cell that is being stored in memory.
+    #[inline]
+    pub(super) fn set_piece(&mut self, at: usize, piece: u32) {
+        self.pieces[at] = piece;
     }
 
     /// The source tier of a copy to `tier`.

@@ -8,6 +8,7 @@ mod cells;
 mod chunk;
 mod lookup;
 mod orphans;
+mod runs;
 mod transitions;
 
 pub use cells::{CELL_BYTES, Location, Residency, StoredForm, TIERS, bit_of};
@@ -394,16 +395,16 @@ impl Chunks {
         Ok(above.filter(|&above| self.is_removable(above)))
     }
 
-    /// Adds a reference.
-    pub fn retain(&mut self, slot: Slot) -> Result<()> {
+    /// Adds a reference. Returns how many there are now.
+    pub fn retain(&mut self, slot: Slot) -> Result<u32> {
         let row = self.row_mut(slot)?;
         if row.refs == MAX_REFS {
             fail!(Limit, "chunk {slot} has {MAX_REFS} references, the limit");
         }
         row.refs += 1;
-        let is_first = row.refs == 1;
-        self.counts.held += u64::from(is_first);
-        Ok(())
+        let references = row.refs;
+        self.counts.held += u64::from(references == 1);
+        Ok(references)
     }
 
     /// Removes a reference; returns whether the chunk may be removed now.

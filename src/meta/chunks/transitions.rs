@@ -171,6 +171,29 @@ impl Chunks {
         Ok(self.take(cell.chunk, at, bit))
     }
 
+    /// Drops the cells of a chunk from a tier where `may(layer, tiers)` allows it, unless they must
+    /// stay: if the chunk is referenced, pinned or has dependent children, copies in device memory
+    /// alone are not enough. Appends them to `out`.
+    pub fn drop_cells(
+        &mut self,
+        slot: Slot,
+        tier: Tier,
+        may: impl Fn(usize, u8) -> bool,
+        out: &mut Vec<(Cell, Dropped)>,
+    ) {
+        let Some(row) = self.chunk(slot) else { return };
+        let (bit, is_blocked) = (tier as usize, row.is_blocked());
+        let from = slot as usize * self.shape.layers;
+        for layer in 0..self.shape.layers {
+            let tiers = self.cells.marks()[from + layer].resident_tiers();
+            let is_last = tiers & !(1 << Tier::Device as u8) == 1 << bit;
+            if tiers & 1 << bit != 0 && !(is_last && is_blocked) && may(layer, tiers) {
+                let dropped = self.take(slot, from + layer, bit);
+                out.push((Cell { chunk: slot, layer }, dropped));
+            }
+        }
+    }
+
     /// Drops a cell from a tier where it was found lost or damaged, even if it is referenced.
     pub fn lose(&mut self, cell: Cell, tier: Tier) -> Result<Dropped> {
         let (at, bit) = (self.at(cell)?, bit_of(tier)?);
@@ -270,16 +293,26 @@ impl Chunks {
     /// Counts an activity of a chunk. A leaving cell has readers, and is counted by them.
     #[inline]
     fn start(&mut self, slot: Slot) {
-        self.rows[slot as usize].moving += 1;
-        self.counts.moving += 1;
+        self.start_many(slot, 1);
     }
 
     #[inline]
     fn stop(&mut self, slot: Slot) {
+        self.stop_many(slot, 1);
+    }
+
+    #[inline]
+    pub(super) fn start_many(&mut self, slot: Slot, cells: usize) {
+        self.rows[slot as usize].moving += cells as u32;
+        self.counts.moving += cells as u64;
+    }
+
+    #[inline]
+    pub(super) fn stop_many(&mut self, slot: Slot, cells: usize) {
         let moving = &mut self.rows[slot as usize].moving;
-        assert!(*moving > 0, "no activity is in progress");
-        *moving -= 1;
-        self.counts.moving -= 1;
+        assert!(*moving as usize >= cells, "no activity is in progress");
+        *moving -= cells as u32;
+        self.counts.moving -= cells as u64;
     }
 }
 

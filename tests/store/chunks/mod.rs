@@ -15,6 +15,7 @@ mod both;
 mod measure;
 mod naive;
 mod reuse;
+mod runs;
 
 use both::{Call, Pair};
 use naive::TOKENS;
