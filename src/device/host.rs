@@ -156,17 +156,44 @@ impl Calls {
     }
 }
 
+/// Facts about copies by the calling thread.
+const FACTS: Facts = Facts {
+    name: "host",
+    asynchronous: false,
+    sums: true,
+    reaches_device: false,
+    wants_pinned: false,
+    streams: MAX_STREAMS,
+    kernels: 0,
+};
+
+/// Copies between host addresses; the copies are done when this returns.
+///
+/// # Safety
+/// As [`Device::submit`].
+pub unsafe fn copy_now(copies: &mut [Copy<'_>]) -> Result<()> {
+    check(&FACTS, Stream(0), copies)?;
+    // SAFETY: the caller's promise.
+    copies.iter_mut().for_each(|copy| unsafe { execute(copy) });
+    Ok(())
+}
+
+/// # Safety
+/// As [`Device::submit`].
+unsafe fn execute(copy: &mut Copy<'_>) {
+    // SAFETY: the caller's promise.
+    let sum = unsafe {
+        match copy.direction {
+            Direction::Gather => gather(&copy.tensor, copy.plane, copy.wants_sum),
+            Direction::Scatter => scatter(&copy.tensor, copy.plane, copy.wants_sum),
+        }
+    };
+    copy.sum = sum.unwrap_or(0);
+}
+
 impl Device for Host {
     fn facts(&self) -> Facts {
-        Facts {
-            name: "host",
-            asynchronous: false,
-            sums: true,
-            reaches_device: false,
-            wants_pinned: false,
-            streams: MAX_STREAMS,
-            kernels: 0,
-        }
+        FACTS
     }
 
     unsafe fn submit(
@@ -177,16 +204,8 @@ impl Device for Host {
     ) -> Result<Event> {
         check(&self.facts(), stream, copies)?;
         self.begin(after)?;
-        for copy in copies {
-            // SAFETY: the caller's promise.
-            let sum = unsafe {
-                match copy.direction {
-                    Direction::Gather => gather(&copy.tensor, copy.plane, copy.wants_sum),
-                    Direction::Scatter => scatter(&copy.tensor, copy.plane, copy.wants_sum),
-                }
-            };
-            copy.sum = sum.unwrap_or(0);
-        }
+        // SAFETY: the caller's promise.
+        copies.iter_mut().for_each(|copy| unsafe { execute(copy) });
         Ok(self.end())
     }
 

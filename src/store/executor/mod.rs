@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::base::checksum::checksum;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
-use crate::device::host::Host;
+use crate::device::host::copy_now;
 use crate::device::{Copy, Device, Direction, Event, MAX_COPIES, Memory, State, Stream};
 use crate::fail;
 use crate::format::codec::cell::{self, Plane};
@@ -231,14 +231,25 @@ unsafe fn copy_without(batch: &CopyBatch) -> Result<Vec<bool>> {
         is_in_host[item.job] &= [copy.memory, copy.plane_memory] == [Memory::Host; 2];
         all[item.job].push(copy);
     }
-    let host = Host::default();
     for (copies, is_in_host) in all.iter_mut().zip(&is_in_host) {
         if *is_in_host {
             // SAFETY: the caller's promise; such copies are done when this returns.
-            unsafe { host.submit(Stream(0), None, copies)? };
+            unsafe { copy_now(copies)? };
         }
     }
     Ok(is_in_host)
+}
+
+/// Executes a batch of copies between host addresses by the calling thread.
+///
+/// # Safety
+/// As [`Tools::work`].
+pub unsafe fn copy_inline(batch: &CopyBatch) -> Result<()> {
+    for item in &batch.items {
+        // SAFETY: the caller's promise; the copy is done when this returns.
+        unsafe { copy_now(&mut [copy_of(batch, item)?])? };
+    }
+    Ok(())
 }
 
 pub(super) fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {
