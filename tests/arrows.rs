@@ -38,7 +38,7 @@ const STATE: [&[&str]; 9] = [
     &["remote", "remote_fetch", "remote_lookup", "remote_upload"],
     &["plans", "session", "writeback"],
     &["blocks", "eviction"],
-    &["disk_gc", "device_tier"],
+    &["disk_gc", "device_tier", "runs"],
     &["namespaces", "transfer"],
     &["config", "tier_cache"],
     &["batches", "chunk_table"],

@@ -71,11 +71,12 @@ impl Events {
         self.next
     }
 
-    /// Adds an event and numbers it.
-    pub fn add(&mut self, event: Event) {
+    /// Adds an event, which `make` builds with its number. A ring without entries only counts.
+    #[inline]
+    pub fn add(&mut self, make: impl FnOnce(u64) -> Event) {
         if !self.ring.is_empty() {
             let at = self.next % self.ring.len() as u64;
-            self.ring[at as usize] = Event { number: self.next, ..event };
+            self.ring[at as usize] = make(self.next);
         }
         self.next += 1;
     }
@@ -188,10 +189,11 @@ mod tests {
     fn readers_resume_at_their_position_and_learn_the_number_of_lost_events() {
         let mut events = Events::new(4).unwrap();
         assert_eq!(numbers(&events, 0, 9), (vec![], 0));
-        (0..3).for_each(|_| events.add(Event { kind: Kind::Stored as u32, ..Event::default() }));
+        let numbered = |number| Event { number, kind: Kind::Stored as u32, ..Event::default() };
+        (0..3).for_each(|_| events.add(numbered));
         assert_eq!(numbers(&events, 0, 2), (vec![0, 1], 0));
         assert_eq!(numbers(&events, 2, 2), (vec![2], 0));
-        (0..5).for_each(|_| events.add(Event::default()));
+        (0..5).for_each(|_| events.add(numbered));
         assert_eq!(numbers(&events, 3, 9), (vec![4, 5, 6, 7], 1));
         assert_eq!(numbers(&events, 8, 9), (vec![], 0));
         assert_eq!(numbers(&events, u64::MAX, 9), (vec![], 0), "from the future");
@@ -200,7 +202,7 @@ mod tests {
     #[test]
     fn no_event_is_retained_with_capacity_zero() {
         let mut events = Events::new(0).unwrap();
-        events.add(Event::default());
+        events.add(|number| Event { number, ..Event::default() });
         assert_eq!((numbers(&events, 0, 3), events.next_number()), ((vec![], 1), 1));
         assert!(Events::new(MAX_EVENTS + 1).is_err());
     }

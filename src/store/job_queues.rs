@@ -29,7 +29,9 @@ struct Waiting {
     prev: u32,
     session: u32,
     /// Its lane plus one; 0 = not queued.
-    lane: u32,
+    lane: u16,
+    /// Its cells.
+    cells: u16,
     bytes: u64,
 }
 
@@ -57,6 +59,7 @@ struct Lane {
     turn: u32,
     last: u32,
     jobs: u32,
+    cells: u32,
     bytes: u64,
 }
 
@@ -81,7 +84,7 @@ impl Queues {
         }
         let lane = || -> Result<Lane> {
             let flows = Zeroed::new(max_sessions as usize)?;
-            Ok(Lane { flows, turn: 0, last: 0, jobs: 0, bytes: 0 })
+            Ok(Lane { flows, turn: 0, last: 0, jobs: 0, cells: 0, bytes: 0 })
         };
         Ok(Queues {
             jobs: Zeroed::new(max_jobs as usize)?,
@@ -98,9 +101,9 @@ impl Queues {
         (self.turn_bytes, self.most_bytes) = (bytes.max(1), bytes.max(1));
     }
 
-    /// Number and bytes of the jobs in a lane.
+    /// Cells and bytes of the jobs in a lane.
     pub fn waiting(&self, lane: usize) -> (u32, u64) {
-        (self.lanes[lane].jobs, self.lanes[lane].bytes)
+        (self.lanes[lane].cells, self.lanes[lane].bytes)
     }
 
     /// Whether a job is queued.
@@ -108,22 +111,28 @@ impl Queues {
         self.jobs[job as usize].lane != 0
     }
 
-    /// Queues a job that is not queued.
+    /// Queues a job of one cell that is not queued.
     pub fn push(&mut self, lane: usize, session: u32, job: Job, bytes: u64) {
+        self.push_run(lane, session, job, (1, bytes));
+    }
+
+    /// Queues a job of several cells that is not queued.
+    pub fn push_run(&mut self, lane: usize, session: u32, job: Job, (cells, bytes): (u16, u64)) {
         let last = self.lanes[lane].flows[session as usize].tail;
-        self.insert(lane, Waiting { next: 0, prev: last, session, lane: 0, bytes }, job);
+        self.insert(lane, Waiting { next: 0, prev: last, session, lane: 0, cells, bytes }, job);
     }
 
     /// Queues the rest of a job that was popped. The rest is the next job of its session.
     pub fn put_back(&mut self, lane: usize, session: u32, job: Job, bytes: u64) {
         let first = self.lanes[lane].flows[session as usize].head;
-        self.insert(lane, Waiting { next: first, prev: 0, session, lane: 0, bytes }, job);
+        let waiting = Waiting { next: first, prev: 0, session, lane: 0, cells: 1, bytes };
+        self.insert(lane, waiting, job);
     }
 
     /// Links a job at one end of its session's jobs.
     fn insert(&mut self, lane: usize, waiting: Waiting, job: Job) {
         assert!(!self.is_queued(job), "job {job} waits already");
-        let Waiting { next, prev, session, bytes, .. } = waiting;
+        let Waiting { next, prev, session, cells, bytes, .. } = waiting;
         let (row, number) = (&mut self.lanes[lane], job + 1);
         let flow = &mut row.flows[session as usize];
         if flow.head == 0 {
@@ -140,13 +149,14 @@ impl Queues {
             next => self.jobs[next as usize - 1].prev = number,
         }
         row.jobs += 1;
+        row.cells += u32::from(cells);
         row.bytes += bytes;
-        self.jobs[job as usize] = Waiting { lane: lane as u32 + 1, ..waiting };
+        self.jobs[job as usize] = Waiting { lane: lane as u16 + 1, ..waiting };
     }
 
     /// Removes a job. Returns false if it was not queued.
     pub fn remove(&mut self, job: Job) -> bool {
-        let Waiting { next, prev, session, lane, bytes } = self.jobs[job as usize];
+        let Waiting { next, prev, session, lane, cells, bytes } = self.jobs[job as usize];
         let Some(lane) = (lane as usize).checked_sub(1) else { return false };
         let row = &mut self.lanes[lane];
         let flow = &mut row.flows[session as usize];
@@ -162,6 +172,7 @@ impl Queues {
             row.leave(session);
         }
         row.jobs -= 1;
+        row.cells -= u32::from(cells);
         row.bytes -= bytes;
         self.jobs[job as usize].lane = 0;
         true

@@ -5,6 +5,7 @@ use kvtier_testkit::fixtures::stepped_store;
 use kvtier_testkit::fixtures::store as support;
 
 use kvtier::base::status::Status;
+use kvtier::store::state::work::WorkerKind;
 use kvtier::store::state::{Config, Level, TransferKind};
 use kvtier_testkit::disk::plan::{Fault, Plan};
 use stepped_store::{MODEL, SteppedStore, empty_disk};
@@ -76,4 +77,27 @@ fn cancelled_read_frees_the_reserve() {
     store.with(|core| core.cancel(number, Status::Cancelled));
     store.settle();
     assert!(store.is_stored(&old));
+}
+
+/// The policy's next victims may be the ancestors of chunks that are being written. Others are
+/// dropped in their place.
+#[test]
+fn rows_are_freed_while_the_first_victims_must_stay() {
+    for policy in ["lru", "horizon", "fifo"] {
+        let (host_policy, max_chunks) = (policy.into(), 64);
+        // As many rows as memory has chunks.
+        let host_bytes = (max_chunks * MODEL.layers) as u64 * 4096;
+        let config = Config { host_bytes, host_policy, max_chunks, ..Config::default() };
+        let store = SteppedStore::on_disk(empty_disk(), config, None);
+        for number in 0..100 {
+            let tokens = document(number, 8 * MODEL.chunk);
+            let session = store.session(&tokens);
+            let engine = Engine::computed(MODEL, Shape::Tokens, &marks_of(0, &tokens));
+            store.submit(session, TransferKind::Put, Level::Ram, engine.whole());
+            // No write is ever carried out: what is demoted stays in motion.
+            store.run_all(WorkerKind::Copy);
+            store.close_session(session);
+        }
+        assert!(store.is_stored(&document(99, 8 * MODEL.chunk)), "{policy}");
+    }
 }

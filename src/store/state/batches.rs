@@ -53,6 +53,7 @@ impl WorkerKind {
 }
 
 /// A copy of one plane of a cell.
+#[derive(Clone, Copy)]
 pub struct CopyItem {
     /// Index of the engine's views in the batch.
     pub views: usize,
@@ -132,6 +133,29 @@ impl CopyBatch {
     /// Jobs of the batch.
     pub fn jobs(&self) -> impl Iterator<Item = u32> + '_ {
         self.jobs.iter().copied()
+    }
+
+    /// Index of a transfer's views. Jobs of one transfer mostly follow each other, so a look at the
+    /// last views is enough.
+    pub(super) fn add_views(&mut self, views: &Arc<Views>) -> usize {
+        if self.views.last().is_none_or(|last| !Arc::ptr_eq(last, views)) {
+            self.views.push(views.clone());
+        }
+        self.views.len() - 1
+    }
+
+    /// Removes the content and keeps the memory.
+    fn clear(&mut self) {
+        (self.uses_device, self.is_spent, self.rescued) = (false, false, None);
+        (self.load, self.damage.seen) = (Load::default(), 0);
+        self.jobs.clear();
+        self.fills.clear();
+        self.alone.clear();
+        self.refused.clear();
+        self.damage.jobs.clear();
+        self.sums.clear();
+        self.views.clear();
+        self.items.clear();
     }
 
     /// Splits the batch into one batch for each job.
@@ -300,14 +324,28 @@ pub(super) struct Stages {
     pub read: Stage,
     /// Batches in flight, by [`WorkerKind`].
     pub in_flight: [u32; KINDS],
+    /// Ended batches of copies, without content: the next ones need not allocate.
+    pub empty_batches: Vec<CopyBatch>,
 }
+
+/// Most empty batches that are kept: more are seldom in flight at once.
+const MOST_EMPTY: usize = 8;
 
 impl Stages {
     /// Stages whose copies of long cells are made in parts of `part_bytes`.
     pub fn new(config: &Config, part_bytes: u64) -> Result<Stages> {
         let mut copy = Stage::new(config, COPIES)?;
         copy.queue.in_parts_of(part_bytes);
-        Ok(Stages { copy, read: Stage::new(config, READS)?, in_flight: [0; KINDS] })
+        let read = Stage::new(config, READS)?;
+        Ok(Stages { copy, read, in_flight: [0; KINDS], empty_batches: Vec::new() })
+    }
+
+    /// Keeps the memory of an ended batch.
+    pub fn recycle(&mut self, mut batch: CopyBatch) {
+        if self.empty_batches.len() < MOST_EMPTY {
+            batch.clear();
+            self.empty_batches.push(batch);
+        }
     }
 
     /// Batches of one kind in flight.

@@ -164,6 +164,14 @@ impl ChunkTable {
         self.layout.group(layer).is_some_and(|group| group.rule == Rule::State)
     }
 
+    /// Rows of each plane of a cell: its tokens, or 1 for a state.
+    pub fn row_count(&self, cell: Cell) -> u32 {
+        if self.is_state(cell.layer) {
+            return 1;
+        }
+        self.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens())
+    }
+
     /// Bytes of a layer's cell of a full chunk.
     pub fn full_bytes(&self, layer: usize) -> u64 {
         let group = self.layout.group(layer);

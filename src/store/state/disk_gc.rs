@@ -262,8 +262,20 @@ impl StoreState {
         all
     }
 
-    /// Drops a part of a chunk from disk. Returns the freed bytes.
+    /// Drops a part of a chunk from disk. The policy gets back what must stay. Returns the freed
+    /// bytes.
     fn drop_from_disk(&mut self, at: At, part: Part) -> u64 {
+        let freed = self.take_from_disk(at, part);
+        if self.has_cells(at, Tier::Disk) {
+            self.enter_cache(at, Tier::Disk, part);
+        }
+        self.tidy(at.table, at.slot);
+        freed
+    }
+
+    /// Drops a part of a chunk from disk that the policy does not have any more. Returns the freed
+    /// bytes.
+    fn take_from_disk(&mut self, at: At, part: Part) -> u64 {
         if part == Part::All {
             self.tables[at.table as usize].clear(at.slot, note::IN_DISK | note::HELD);
         }
@@ -273,17 +285,10 @@ impl StoreState {
         let is_held = row.is_some_and(|row| row.refs() > 0 || row.pin().is_some());
         let is_dropped = |layer, _| !is_held && part.has(layer);
         let freed = self.drop_where(at, Tier::Disk as usize, is_dropped);
-        let rows = &self.tables[at.table as usize];
-        let row = rows.chunks.chunk(at.slot);
-        let remains = row.is_some_and(|row| row.cells()[Tier::Disk as usize] > 0);
-        if remains {
-            self.enter_cache(at, Tier::Disk, part);
-        }
-        match remains {
+        match self.has_cells(at, Tier::Disk) {
             true => self.counters.evicted_parts += u64::from(freed > 0),
             false => self.counters.evicted_chunks += u64::from(freed > 0),
         }
-        self.tidy(at.table, at.slot);
         freed
     }
 
@@ -321,17 +326,9 @@ impl StoreState {
         let aim = self.free_rows() + chunks;
         self.forget_located(aim);
         for tier in [Tier::Disk, Tier::Host] {
-            let mut victims = Vec::new();
-            let cache = match tier {
-                Tier::Disk => self.eviction.disk.as_ref(),
-                _ => Some(&self.eviction.host),
-            };
-            // A chunk that must stay is chosen again last, so each object is chosen once. The
-            // two tiers' policies know different children of a chunk.
-            let mut remaining = cache.map_or(0, |cache| cache.evictor.objects().len());
+            let (mut victims, mut refused) = (Vec::new(), Vec::new());
             while self.free_rows() < aim {
-                let before = self.free_rows();
-                let most = (aim - before).min(MOST_VICTIMS);
+                let most = (aim - self.free_rows()).min(MOST_VICTIMS);
                 match (tier, &mut self.eviction.disk) {
                     (Tier::Disk, None) => break,
                     (Tier::Disk, Some(cache)) => {
@@ -339,31 +336,37 @@ impl StoreState {
                     }
                     _ => self.eviction.host.choose(self.now_ns, u64::MAX >> 1, most, &mut victims),
                 }
-                let (mut progressed, is_none) = (false, victims.is_empty());
+                if victims.is_empty() {
+                    break;
+                }
                 for victim in victims.drain(..) {
                     if let Some((at, _)) = self.chosen(victim) {
-                        // A chunk that others continue may at least have left the disk.
-                        progressed |=
-                            self.drop_from_all_tiers(at, tier) || self.note_continued(at, tier);
+                        self.drop_from_all_tiers(at, tier);
+                        refused.extend(self.has_cells(at, tier).then_some(at));
                     }
                 }
-                if self.free_rows() == before && !progressed {
-                    remaining = remaining.saturating_sub(most);
-                    if is_none || remaining == 0 {
-                        break;
-                    }
-                }
+            }
+            // Until now the policy does not have them, so that it chooses others.
+            for at in refused {
+                self.enter_cache(at, tier, Part::All);
+                self.note_continued(at, tier);
             }
         }
     }
 
-    /// Drops a chunk from all tiers if it may leave. Returns whether anything was dropped.
-    fn drop_from_all_tiers(&mut self, at: At, from: Tier) -> bool {
+    /// Whether a cell of a chunk is resident in a tier.
+    fn has_cells(&self, at: At, tier: Tier) -> bool {
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot);
+        row.is_some_and(|row| row.cells()[tier as usize] > 0)
+    }
+
+    /// Drops what may leave of a chunk that a tier's policy has chosen, from all tiers. What remains
+    /// is not in the policy.
+    fn drop_from_all_tiers(&mut self, at: At, from: Tier) {
         if from == Tier::Disk {
-            let below = self.drop_from_disk(at, Part::All);
-            let above = self.drop_where(at, Tier::Host as usize, |_, _| true);
-            self.tidy(at.table, at.slot);
-            return below + above > 0;
+            self.take_from_disk(at, Part::All);
+            self.drop_where(at, Tier::Host as usize, |_, _| true);
+            return self.tidy(at.table, at.slot);
         }
         let is_last = self.eviction.disk.is_none();
         let flags = if is_last { note::IN_HOST | note::HELD } else { note::IN_HOST };
@@ -371,12 +374,8 @@ impl StoreState {
             self.tables[at.table as usize].clear(at.slot, flags);
         }
         let all = self.drop_where(at, Tier::Host as usize, |_, tiers| tiers == HOST_MASK);
-        if self.is_in_host(at, Part::All) {
-            self.enter_cache(at, Tier::Host, Part::All);
-        }
         self.counters.dropped_chunks += u64::from(all > 0);
         self.tidy(at.table, at.slot);
-        all > 0
     }
 
     /// Takes the next upkeep task; one at a time is in flight.
@@ -726,8 +725,10 @@ impl StoreState {
 
     fn publish_cleared(&mut self, namespace: u32) {
         let Some(key) = self.namespace(namespace).map(|namespace| namespace.key.0) else { return };
-        self.events.add(Event {
-            at_ns: self.now_ns,
+        let at_ns = self.now_ns;
+        self.events.add(|number| Event {
+            number,
+            at_ns,
             kind: Kind::Cleared as u32,
             parent: key,
             namespace: key,

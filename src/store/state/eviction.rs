@@ -24,7 +24,7 @@ use crate::store::state::tier_cache::{
 };
 use crate::store::state::transfer::TransferKind;
 use crate::store::state::{
-    At, ChunkTable, DEVICE_MASK, DISK, HOST, HOST_MASK, Namespaces, StoreState, Write,
+    At, ChunkTable, DEVICE, DEVICE_MASK, DISK, HOST, HOST_MASK, Namespaces, StoreState, Write,
 };
 
 // ---------- policy objects
@@ -155,7 +155,8 @@ impl StoreState {
         let known = slots.iter().filter(|&&slot| slot != NONE).map(|&slot| rows.id(slot));
         let chunks = || known.clone().take(if one.requested.is_empty() { usize::MAX } else { 0 });
         let chunks = || chunks().chain(one.requested.iter().copied());
-        let (mut request, mut ids) = (one.context, Vec::with_capacity(slots.len()));
+        let (mut request, mut ids) = (one.context, std::mem::take(&mut self.eviction.ids));
+        ids.clear();
         match cache.granularity {
             Granularity::Session if one.by_chunk => {
                 request.session = None;
@@ -181,6 +182,7 @@ impl StoreState {
             ids.sort_by_key(|&id| !cache.knows(id));
         }
         cache.notify_access(self.now_ns, &request, &ids);
+        self.eviction.ids = ids;
     }
 
     /// Inserts the chunks that a transfer brings into memory.
@@ -393,11 +395,20 @@ impl StoreState {
     /// A cell is no longer resident in a tier.
     pub(super) fn note_removed(&mut self, table: u32, cell: Cell, tier: Tier) {
         let at = At { table, slot: cell.chunk };
-        let rows = &self.tables[table as usize];
-        let layers = rows.layout.layers();
-        let Some(row) = rows.chunks.chunk(cell.chunk) else { return };
+        self.note_removed_cells(at, tier, std::iter::once(cell.layer));
+    }
+
+    /// Cells of these layers of a chunk are no longer resident in a tier.
+    fn note_removed_cells(
+        &mut self,
+        at: At,
+        tier: Tier,
+        gone: impl ExactSizeIterator<Item = usize>,
+    ) {
+        let rows = &self.tables[at.table as usize];
+        let Some(row) = rows.chunks.chunk(at.slot) else { return };
         let remaining = usize::from(row.cells()[tier as usize]);
-        if remaining + 1 == layers {
+        if remaining + gone.len() == rows.layout.layers() {
             self.publish(Kind::Removed, tier, at);
         }
         if remaining == 0 {
@@ -406,13 +417,16 @@ impl StoreState {
             }
             return self.remove_from_policy(at, tier);
         }
-        let id = cell_id(self.tables[table as usize].id(cell.chunk), cell.layer);
+        let chunk = self.tables[at.table as usize].id(at.slot);
         let cache =
             cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier);
-        if let Some(cache) =
-            cache.filter(|cache| cache.granularity == Granularity::Cell && cache.knows(id))
-        {
-            cache.remove(self.now_ns, id);
+        let Some(cache) = cache.filter(|cache| cache.granularity == Granularity::Cell) else {
+            return;
+        };
+        for id in gone.map(|layer| cell_id(chunk, layer)) {
+            if cache.knows(id) {
+                cache.remove(self.now_ns, id);
+            }
         }
     }
 
@@ -556,6 +570,12 @@ pub(super) struct Eviction {
     /// When the last of them was refused.
     pub(super) refused_ns: u64,
     pub(super) reclaim_targets: ReclaimTargets,
+    /// Buffer for policy ids.
+    ids: Vec<u64>,
+    /// Buffer for victims.
+    victims: Vec<Chosen>,
+    /// Buffer for cells that were dropped.
+    dropped: Vec<(Cell, Dropped)>,
 }
 
 impl Eviction {
@@ -570,6 +590,9 @@ impl Eviction {
             refusals: 0,
             refused_ns: 0,
             reclaim_targets: ReclaimTargets::default(),
+            ids: Vec::new(),
+            victims: Vec::new(),
+            dropped: Vec::new(),
         })
     }
 }
@@ -586,11 +609,17 @@ impl StoreState {
 
     /// Notifies the policy of the last tier whether a chunk is referenced: a referenced chunk must
     /// not leave that tier.
+    #[inline]
     pub(super) fn note_held(&mut self, table: u32, slot: Slot) {
-        self.note_pinned(table, slot);
-        let Some(row) = self.tables[table as usize].chunks.chunk(slot) else { return };
+        if self.replicas.is_some() {
+            self.note_pinned(table, slot);
+        }
+        let rows = &self.tables[table as usize];
+        let Some(row) = rows.chunks.chunk(slot) else { return };
         let is_held = row.refs() > 0 || row.pin().is_some();
-        self.notify_held(table, slot, is_held);
+        if is_held != rows.has(slot, note::HELD) {
+            self.notify_held(table, slot, is_held);
+        }
     }
 
     /// Notifies a policy that its victim must stay, because other chunks continue it whose KV is
@@ -741,6 +770,8 @@ impl StoreState {
 
 /// Most victims of one call of a policy. Free memory is checked again after them.
 pub(super) const MOST_VICTIMS: usize = 64;
+/// Cells of a put for which memory is freed ahead.
+const MOST_UPCOMING: u64 = 64;
 /// Refused victims in a row after which waiters for memory fail: these could neither be written nor
 /// dropped.
 const MOST_REFUSALS: u32 = 16;
@@ -756,7 +787,32 @@ impl StoreState {
             true => used - share(self.config.low),
             false => 0,
         };
-        ahead.max(self.transfers.memory_waiter_bytes).saturating_sub(self.writeback.demoting_bytes)
+        let mut waiting = self.transfers.memory_waiter_bytes;
+        if waiting > self.writeback.demoting_bytes {
+            waiting += self.upcoming_bytes();
+        }
+        ahead.max(waiting).saturating_sub(self.writeback.demoting_bytes)
+    }
+
+    /// Bytes of the next cells of the put whose cell is the first to wait for memory: one call of the
+    /// policy frees memory for many of them.
+    fn upcoming_bytes(&self) -> u64 {
+        let Some(id) = self.transfers.memory_waiters.first() else { return 0 };
+        let transfer = &self.transfers.table[self.transfers.jobs[id].number];
+        let spec = &transfer.spec;
+        if spec.kind != TransferKind::Put {
+            return 0;
+        }
+        let rows = &self.tables[spec.table as usize];
+        let next = transfer.cursor..transfer.cells().min(transfer.cursor + MOST_UPCOMING);
+        let bytes = next.map(|at| {
+            let (chunk, layer) = transfer.place(at);
+            let cell = Cell { chunk: spec.slots[chunk], layer: spec.first_layer + layer };
+            let marks = rows.chunks.marks(cell.chunk).map(|marks| marks[cell.layer]);
+            let is_new = marks.is_some_and(|marks| marks.is_nowhere());
+            if is_new { rows.planes(cell).bytes() } else { 0 }
+        });
+        bytes.sum()
     }
 
     /// Whether writes were refused a moment ago, so that they are not tried again.
@@ -775,13 +831,15 @@ impl StoreState {
             self.eviction.refusals = 0;
             return self.serve_from_reserve().unwrap_or_else(|| self.fail_memory_waiter());
         }
-        let mut victims = Vec::new();
+        let mut victims = std::mem::take(&mut self.eviction.victims);
+        victims.clear();
         self.eviction.host.choose(self.now_ns, required, MOST_VICTIMS, &mut victims);
         if victims.is_empty() {
+            self.eviction.victims = victims;
             return self.is_stuck() && self.serve_oldest_waiter();
         }
         let mut progressed = false;
-        for victim in victims {
+        for victim in victims.drain(..) {
             if let Some((at, part)) = self.chosen(victim) {
                 // A victim whose cells are still to arrive, or that others continue, frees nothing.
                 // Others do.
@@ -790,6 +848,7 @@ impl StoreState {
                     || self.note_continued(at, Tier::Host);
             }
         }
+        self.eviction.victims = victims;
         // If all victims had to stay, the policy is called again, a limited number of times.
         let tries = progressed || self.is_stuck();
         self.eviction.refusals += u32::from(tries && !progressed);
@@ -842,6 +901,10 @@ impl StoreState {
             if self.eviction.disk.is_none() {
                 rows.clear(at.slot, note::HELD);
             }
+        }
+        if self.disk.is_none() {
+            self.upload_victim(at);
+            return self.drop_from_host(at, part);
         }
         let unwritten_bytes = self.only_in_host(at, part);
         if let Some(demotion) = self.writeback.demoting.get_mut(&at) {
@@ -936,38 +999,45 @@ impl StoreState {
         tier: usize,
         may: impl Fn(usize, u8) -> bool,
     ) -> u64 {
-        let kind = ALL_TIERS[tier];
-        let layers = self.tables[at.table as usize].layout.layers();
-        let mut freed = 0;
-        for layer in 0..layers {
-            let cell = Cell { chunk: at.slot, layer };
-            let rows = &mut self.tables[at.table as usize];
-            let Some(marks) = rows.chunks.marks(at.slot).and_then(|all| all.get(layer)) else {
-                return freed;
-            };
-            let tiers = marks.resident_tiers();
-            if tiers & 1 << tier == 0 || !may(layer, tiers & !DEVICE_MASK) {
-                continue;
-            }
-            if tiers == DEVICE_MASK | 1 << tier {
-                if rows.chunks.chunk(at.slot).is_some_and(|row| row.is_blocked()) {
-                    continue;
-                }
-                self.forget_replica(at.table, cell);
-            }
-            let rows = &mut self.tables[at.table as usize];
-            let bytes = rows.planes(cell).bytes();
-            match rows.chunks.begin_drop(cell, kind) {
-                Ok(Dropped::Freed(place)) => {
-                    self.free_place(at.table, cell, place);
-                    freed += bytes;
-                }
-                Ok(Dropped::Deferred) => freed += bytes,
-                Ok(Dropped::Absent) | Err(_) => continue,
-            }
-            self.note_removed(at.table, cell, kind);
+        if self.replicas.is_some() {
+            self.forget_last_replicas(at, tier, &may);
         }
+        let mut dropped = std::mem::take(&mut self.eviction.dropped);
+        dropped.clear();
+        let rows = &mut self.tables[at.table as usize];
+        let may = |layer, tiers: u8| may(layer, tiers & !DEVICE_MASK);
+        rows.chunks.drop_cells(at.slot, ALL_TIERS[tier], may, &mut dropped);
+        let mut freed = 0;
+        for &(cell, how) in &dropped {
+            freed += self.tables[at.table as usize].planes(cell).bytes();
+            if let Dropped::Freed(place) = how {
+                self.free_place(at.table, cell, place);
+            }
+        }
+        if !dropped.is_empty() {
+            self.note_removed_cells(
+                at,
+                ALL_TIERS[tier],
+                dropped.iter().map(|(cell, _)| cell.layer),
+            );
+        }
+        self.eviction.dropped = dropped;
         freed
+    }
+
+    /// Drops the device replicas of cells that would have no other copy than these.
+    fn forget_last_replicas(&mut self, at: At, tier: usize, may: &impl Fn(usize, u8) -> bool) {
+        let rows = &self.tables[at.table as usize];
+        if tier == DEVICE || rows.chunks.chunk(at.slot).is_none_or(|row| row.is_blocked()) {
+            return;
+        }
+        for layer in 0..rows.layout.layers() {
+            let marks = self.tables[at.table as usize].chunks.marks(at.slot);
+            let tiers = marks.and_then(|all| all.get(layer)).map_or(0, |m| m.resident_tiers());
+            if tiers == DEVICE_MASK | 1 << tier && may(layer, 1 << tier) {
+                self.forget_replica(at.table, Cell { chunk: at.slot, layer });
+            }
+        }
     }
 
     /// Drops cells that are in memory only, unless they must stay; then the policy gets them back.

@@ -20,6 +20,7 @@ pub mod remote;
 pub mod remote_fetch;
 pub mod remote_lookup;
 pub mod remote_upload;
+mod runs;
 pub mod session;
 pub mod shadow;
 pub mod snapshot;
@@ -54,6 +55,7 @@ use crate::meta::chunks::{Cell, Location};
 use crate::meta::index::Slot;
 use crate::store::events::{Event, Events, Kind};
 use crate::store::state::batches::Stages;
+use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::Eviction;
 use crate::store::state::namespaces::Namespaces;
 use crate::store::state::session::Session;
@@ -220,11 +222,14 @@ impl StoreState {
 
     /// Releases a reference to a chunk, and removes its row if nothing needs it.
     pub(super) fn release_chunk(&mut self, table: u32, slot: Slot) {
-        let released = self.tables[table as usize].chunks.release(slot);
+        let chunks = &mut self.tables[table as usize].chunks;
+        let released = chunks.release(slot);
         debug_assert!(released.is_ok(), "{released:?}");
         self.eviction.reclaim_targets.released();
-        self.note_held(table, slot);
-        self.tidy(table, slot);
+        if chunks.chunk(slot).is_some_and(|row| row.refs() == 0) {
+            self.note_held(table, slot);
+            self.tidy(table, slot);
+        }
     }
 
     /// Removes a row without cells and references, then its ancestors for which the same holds.
@@ -255,32 +260,42 @@ impl StoreState {
 
     /// Forgets all that is noted of a chunk.
     fn forget_chunk(&mut self, at: At) {
-        self.remove_from_policy(at, Tier::Host);
-        self.remove_from_policy(at, Tier::Disk);
-        self.remove_from_policy(at, Tier::Device);
+        const IN_POLICY: u16 = note::IN_HOST | note::IN_DISK | note::IN_DEVICE;
+        if self.tables[at.table as usize].has(at.slot, IN_POLICY) {
+            for tier in [Tier::Host, Tier::Disk, Tier::Device] {
+                self.remove_from_policy(at, tier);
+            }
+        }
         let table = &mut self.tables[at.table as usize];
         table.notes[at.slot as usize] = 0;
         table.uses[at.slot as usize] = 0;
         if table.users[at.slot as usize] != 0 {
             table.users[at.slot as usize] = 0;
         }
-        self.writeback.unsynced.remove(&at);
-        self.cancel_demotion(at);
+        if self.disk.is_some() {
+            self.writeback.unsynced.remove(&at);
+            self.cancel_demotion(at);
+        }
     }
 
     /// Publishes an event.
     pub(super) fn publish(&mut self, kind: Kind, tier: Tier, at: At) {
-        let record = self.record_of(at);
-        self.events.add(Event {
-            number: 0,
-            at_ns: self.now_ns,
-            kind: kind as u32,
-            tier: tier as u32,
-            tokens: record.valid_tokens,
-            position: record.position,
-            key: record.key.0,
-            parent: record.parent.0,
-            namespace: record.namespace.0,
+        let table = &self.tables[at.table as usize];
+        let Some(row) = table.chunks.chunk(at.slot) else { return };
+        let namespace = self.namespaces.get(row.namespace() as usize).map(|one| &one.key);
+        self.events.add(|number| {
+            let namespace = namespace.map_or([0; 32], |key| key.0);
+            Event {
+                number,
+                at_ns: self.now_ns,
+                kind: kind as u32,
+                tier: tier as u32,
+                tokens: row.valid_tokens(),
+                position: row.position(),
+                key: table.chunks.key(at.slot).map_or([0; 32], |key| key.0),
+                parent: table.chunks.parent_key(at.slot).map_or(namespace, |key| key.0),
+                namespace,
+            }
         });
     }
 

@@ -481,8 +481,9 @@ impl StoreState {
         };
         let tokens = u32::try_from(tokens).map_err(|_| Status::Limit)?;
         let chunks = picked.map_or(all, |picked| picked.len() as u32);
-        let CellRange { first_layer, layers, by_layer, wanted, views, after, .. } = &cell_range;
-        self.check_views((table, kind), views, *first_layer, tokens, chunks)?;
+        let views = std::mem::take(&mut cell_range.views);
+        let CellRange { first_layer, layers, by_layer, wanted, after, .. } = &cell_range;
+        self.check_views((table, kind), &views, *first_layer, tokens, chunks)?;
         let context = self.session(at)?.context;
         let mut spec = TransferSpec {
             table,
@@ -498,7 +499,7 @@ impl StoreState {
             by_layer: *by_layer,
             by_chunk: false,
             needed_from: Vec::new(),
-            views: views.clone(),
+            views,
             after: *after,
             ticket,
         };

@@ -188,7 +188,7 @@ impl StoreState {
             tenants: self.stats.tenants.rows().len() as u64,
             pins: self.eviction.pins.len() as u64,
             transfers: self.transfers.table.len() as u64,
-            transfer_cells: self.transfers.jobs.len() as u64,
+            transfer_cells: self.transfers.jobs.iter().map(|(_, job)| u64::from(job.cells())).sum(),
             memory_waiters: self.transfers.memory_waiters.len() as u64,
             memory_waiter_bytes: self.transfers.memory_waiter_bytes,
             demoting_bytes: self.writeback.demoting_bytes,
@@ -450,8 +450,14 @@ pub(super) struct Tenants {
 }
 
 impl Tenants {
-    /// Counts a cell of a tenant's transfer.
-    pub(super) fn count(&mut self, id: u32, kind: TransferKind, bytes: u64, error: Option<&Error>) {
+    /// Counts cells of a tenant's transfer that have ended alike, and their bytes.
+    pub(super) fn count(
+        &mut self,
+        id: u32,
+        kind: TransferKind,
+        (bytes, cells): (u64, u32),
+        error: Option<&Error>,
+    ) {
         let status = error.map_or(Status::Ok, Error::status);
         if kind == TransferKind::Prefetch || !matches!(status, Status::Ok | Status::NotFound) {
             return;
@@ -460,10 +466,10 @@ impl Tenants {
         match kind {
             TransferKind::Put => row.put_bytes += bytes,
             _ if status == Status::Ok => {
-                row.hits += 1;
+                row.hits += u64::from(cells);
                 row.got_bytes += bytes;
             }
-            _ => row.misses += 1,
+            _ => row.misses += u64::from(cells),
         }
     }
 
@@ -733,11 +739,11 @@ mod tests {
         let failed: Error = Status::Io.into();
         for round in 0..2 {
             for id in (0..most + 3).rev() {
-                tenants.count(id, TransferKind::Put, u64::from(id), None);
-                tenants.count(id, TransferKind::Get, 10, None);
-                tenants.count(id, TransferKind::Get, 0, Some(&miss));
-                tenants.count(id, TransferKind::Get, 0, Some(&failed));
-                tenants.count(id, TransferKind::Prefetch, 5, None);
+                tenants.count(id, TransferKind::Put, (u64::from(id), 1), None);
+                tenants.count(id, TransferKind::Get, (10, 1), None);
+                tenants.count(id, TransferKind::Get, (0, 1), Some(&miss));
+                tenants.count(id, TransferKind::Get, (0, 1), Some(&failed));
+                tenants.count(id, TransferKind::Prefetch, (5, 1), None);
             }
             let rows = tenants.rows();
             assert_eq!(rows.len(), MAX_TENANTS);

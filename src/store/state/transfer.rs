@@ -1,6 +1,6 @@
 //! Transfers: layers × tokens of a session, moved into or out of the store cell by cell.
 //!
-//! A job is one cell of one transfer. Its states ([`Step`]):
+//! A job is one cell of one transfer, or a run of cells of one chunk. Its states ([`Step`]):
 //!
 //! ```text
 //!                       .-- no host memory -----> WaitsForMemory -----------.
@@ -12,10 +12,13 @@
 //!                       `-- resident nowhere ----> end: a miss   (put: end if resident already)
 //! ```
 //!
-//! `Fresh` is also the state of a job that was woken: `route` reads the residency again.
+//! `Fresh` is also the state of a job that was woken: `route` reads the residency again. Most cells are
+//! not routed: a job copies a run of them ([`super::runs`]).
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
+
+use smallvec::SmallVec;
 
 use crate::base::budget::Tier;
 use crate::base::status::{Error, Result, Status};
@@ -127,14 +130,16 @@ pub(super) struct Part {
 /// A transfer in flight.
 pub struct Transfer {
     pub(super) spec: TransferSpec,
-    cursor: u64,
+    /// The next cell to begin.
+    pub(super) cursor: u64,
+    /// Jobs in flight.
     pub(super) open_jobs: u32,
     /// Its jobs in flight.
     pub(super) jobs: WaitList,
-    parts: Vec<Part>,
+    parts: SmallVec<[Part; 1]>,
     /// Outcome of each chunk, if the request wants it.
     outcomes: Vec<Status>,
-    cancelled: Option<Status>,
+    pub(super) cancelled: Option<Status>,
     /// It is queued in [`Transfers::starting`].
     feeds: bool,
     /// Chunks that must still be written, once all cells are in memory.
@@ -179,7 +184,7 @@ impl Transfer {
             true => (spec.layers, chunks),
             false => (1, chunks * spec.layers as u32),
         };
-        let mut all = Vec::new();
+        let mut all = SmallVec::new();
         all.try_reserve_exact(parts).map_err(|_| Status::NoMem)?;
         all.resize(parts, Part { left, bad: u32::MAX, ..Part::default() });
         let mut outcomes = Vec::new();
@@ -220,17 +225,18 @@ impl Transfer {
         self.open_jobs == 0 && self.cursor == self.cells()
     }
 
-    fn cells(&self) -> u64 {
+    pub(super) fn cells(&self) -> u64 {
         self.spec.slots.len() as u64 * self.spec.layers as u64
     }
 
     /// Index of the chunk and of the layer of cell `at`. Cells begin layer by layer if each layer
-    /// completes by itself, else chunk by chunk, as records on disk are laid out.
+    /// completes by itself, and in prefetches, since early layers are needed first; else chunk by
+    /// chunk, as records on disk are laid out.
     pub(super) fn place(&self, at: u64) -> (usize, usize) {
         // check_transfer() keeps the product below 2^32; a division of 32 bits is faster.
         let (at, chunks, layers) =
             (at as u32, self.spec.slots.len() as u32, self.spec.layers as u32);
-        match self.spec.by_layer || self.spec.kind != TransferKind::Put {
+        match self.spec.by_layer || self.spec.kind == TransferKind::Prefetch {
             true => ((at % chunks) as usize, (at / chunks) as usize),
             false => ((at / layers) as usize, (at % layers) as usize),
         }
@@ -297,6 +303,8 @@ pub(super) struct Transfers {
     /// Jobs that wait for another job's work on a cell.
     pub(super) cell_waiters: BTreeMap<(At, usize), WaitList>,
     pub(super) finished: Vec<Finished>,
+    /// Buffer for pieces of host memory.
+    pub(super) pieces: Vec<u32>,
 }
 
 impl Transfers {
@@ -312,6 +320,7 @@ impl Transfers {
             reserve_owner: None,
             cell_waiters: BTreeMap::new(),
             finished: Vec::new(),
+            pieces: Vec::new(),
         }
     }
 
@@ -356,19 +365,11 @@ impl StoreState {
     /// Begins a transfer and returns its number. Its chunks are referenced until it is over.
     pub fn submit(&mut self, spec: TransferSpec) -> Result<u32> {
         self.check_transfer(&spec, spec.slots.len())?;
-        let slots: Vec<Slot> = spec.slots.iter().copied().filter(|&slot| slot != NONE).collect();
         let (table, ticket, after) = (spec.table, spec.ticket, spec.after);
-        let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
-        for (held, &slot) in slots.iter().enumerate() {
-            if let Err(error) = self.tables[table as usize].chunks.retain(slot) {
-                for &slot in &slots[..held] {
-                    self.release_chunk(table, slot);
-                }
-                self.transfers.table.remove(number);
-                return Err(error);
-            }
-            self.note_held(table, slot);
-        }
+        let transfer = Transfer::new(spec, self.now_ns)?;
+        self.retain_chunks(table, &transfer.spec.slots)?;
+        // The table has room, which was checked above.
+        let number = self.transfers.table.add(transfer)?;
         self.dependencies.join_event(after);
         self.prefetch_begins(number);
         self.notify_policies(number);
@@ -386,6 +387,24 @@ impl StoreState {
         }
         self.settle();
         Ok(number)
+    }
+
+    /// References the chunks of a transfer: all, or none.
+    fn retain_chunks(&mut self, table: u32, slots: &[Slot]) -> Result<()> {
+        for (at, &slot) in slots.iter().enumerate().filter(|&(_, &slot)| slot != NONE) {
+            match self.tables[table as usize].chunks.retain(slot) {
+                // Its session references it, too.
+                Ok(references) if references > 1 => {}
+                Ok(_) => self.note_held(table, slot),
+                Err(error) => {
+                    for &slot in slots[..at].iter().filter(|&&slot| slot != NONE) {
+                        self.release_chunk(table, slot);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Checks a request for so many chunks. Called before rows are reserved, too, since that may
@@ -485,7 +504,7 @@ impl StoreState {
             one.open_jobs += 1;
             let (chunk, layer) = one.place(at);
             if one.spec.needed_from.get(layer).is_some_and(|&from| chunk < from as usize) {
-                self.end_cell(number, at, 0, None);
+                self.cells_ended(number, (at, 1), 0, None);
                 if self.transfers.table.get(number).is_none() {
                     return true;
                 }
@@ -493,18 +512,26 @@ impl StoreState {
             }
             let layer = one.spec.first_layer + layer;
             let cell = Cell { chunk: one.spec.slots[chunk], layer };
-            let job = self.transfers.jobs.add(Job::new(number, at, cell)).expect("there is room");
-            self.transfers.table[number].jobs.push_back(
-                &mut self.transfers.jobs,
-                Of::Transfer,
-                job,
-            );
+            if self.begin_run(number, at, cell) {
+                continue;
+            }
+            let rows = &self.tables[self.transfers.table[number].spec.table as usize];
+            let (tokens, bytes) = (rows.row_count(cell), rows.planes(cell).bytes());
+            let job = self.add_job(Job::new(number, at, cell, tokens, bytes));
             self.begin_after_event(job);
             self.route(job);
             if self.transfers.table.get(number).is_none() {
                 return true; // that was its last one
             }
         }
+    }
+
+    /// Adds a job to its transfer, which has counted it. The table has room.
+    pub(super) fn add_job(&mut self, job: Job) -> u32 {
+        let number = job.number;
+        let id = self.transfers.jobs.add(job).expect("there is room");
+        self.transfers.table[number].jobs.push_back(&mut self.transfers.jobs, Of::Transfer, id);
+        id
     }
 
     /// Skips cells that have not begun.
@@ -520,7 +547,7 @@ impl StoreState {
         for at in from..to {
             let one = &mut self.transfers.table[number];
             one.open_jobs += 1;
-            self.count(number, at, 0, Some(status.into()));
+            self.count(number, (at, 1), 0, Some(status.into()));
         }
         let one = &mut self.transfers.table[number];
         one.open_jobs -= 1;
@@ -529,23 +556,36 @@ impl StoreState {
         }
     }
 
-    /// Counts the outcome of a cell.
-    pub(super) fn count(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
+    /// Counts the outcome of a job: so many cells of one chunk, from the cell `at` on.
+    pub(super) fn count(
+        &mut self,
+        number: u32,
+        (at, cells): (u64, u32),
+        bytes: u64,
+        error: Option<Error>,
+    ) {
         let spec = &self.transfers.table[number].spec;
-        self.stats.tenants.count(spec.context.tenant, spec.kind, bytes, error.as_ref());
-        self.end_cell(number, at, bytes, error);
+        let (tenant, kind) = (spec.context.tenant, spec.kind);
+        self.stats.tenants.count(tenant, kind, (bytes, cells), error.as_ref());
+        self.cells_ended(number, (at, cells), bytes, error);
     }
 
-    fn end_cell(&mut self, number: u32, at: u64, bytes: u64, error: Option<Error>) {
+    fn cells_ended(
+        &mut self,
+        number: u32,
+        (at, cells): (u64, u32),
+        bytes: u64,
+        error: Option<Error>,
+    ) {
         let transfer = &mut self.transfers.table[number];
         let (chunk, layer) = transfer.place(at);
         let index = if transfer.spec.by_layer { layer } else { 0 };
         let part = &mut transfer.parts[index];
-        part.left -= 1;
+        part.left -= cells;
         part.bytes += bytes;
         if let Some(error) = error {
             part.bad = part.bad.min(chunk as u32);
-            part.missed += u32::from(error.status() == Status::NotFound);
+            part.missed += if error.status() == Status::NotFound { cells } else { 0 };
             if let Some(outcome) = transfer.outcomes.get_mut(chunk) {
                 note_outcome(outcome, error.status());
             }
@@ -714,12 +754,19 @@ pub struct Job {
     pub(super) copied: u32,
     /// Tokens of the part that is being copied.
     pub(super) part: u32,
+    /// Layers of a run: the job copies the cells of so many layers from `cell` on; see
+    /// [`StoreState::begin_run`]. 0: one cell, which is routed by its residency.
+    pub(super) run: u16,
+    /// Rows of each of its cells: tokens, or 1 for a state.
+    pub(super) rows: u32,
+    /// Bytes of its cells.
+    pub(super) bytes: u64,
     /// Links in the lists that it stands in, by [`Of`].
     pub(super) links: [Link; 2],
 }
 
 impl Job {
-    pub(super) fn new(number: u32, at: u64, cell: Cell) -> Job {
+    pub(super) fn new(number: u32, at: u64, cell: Cell, rows: u32, bytes: u64) -> Job {
         let (piece, step, links) = (None, Step::Fresh, [Link::NONE; 2]);
         Job {
             number,
@@ -736,8 +783,16 @@ impl Job {
             gave_up_remote: false,
             copied: 0,
             part: 0,
+            run: 0,
+            rows,
+            bytes,
             links,
         }
+    }
+
+    /// Number of its cells.
+    pub(super) fn cells(&self) -> u32 {
+        u32::from(self.run.max(1))
     }
 }
 
@@ -968,7 +1023,7 @@ impl StoreState {
         self.transfers.table[number].jobs.remove(&mut self.transfers.jobs, Of::Transfer, id);
         if let Some(job) = self.transfers.jobs.remove(id) {
             self.end_after_event(&job);
-            self.count(job.number, job.at, bytes, error);
+            self.count(job.number, (job.at, job.cells()), bytes, error);
         }
     }
 
@@ -1217,37 +1272,48 @@ impl StoreState {
     /// since they use another link.
     pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
         let uses_device = self.is_replica_next();
-        let rescued = self.replicas.as_ref().map(|_| Vec::new());
-        let (mut batch, mut bytes) =
-            (CopyBatch { uses_device, rescued, ..CopyBatch::default() }, 0);
-        while batch.jobs.len() < self.config.batch_cells && bytes < self.config.copy_bytes {
+        let mut batch = self.stages.empty_batches.pop().unwrap_or_default();
+        batch.uses_device = uses_device;
+        batch.rescued = self.replicas.as_ref().map(|_| Vec::new());
+        let (mut cells, mut bytes) = (0, 0);
+        while cells < self.config.batch_cells && bytes < self.config.copy_bytes {
             let Some((_, id)) = self.copies_of(uses_device).pop() else { break };
             if self.reroute_lost(id) {
                 continue;
             }
+            cells += self.transfers.jobs[id].cells() as usize;
             bytes += self.take_copy(id, self.config.copy_bytes, &mut batch);
         }
-        (!batch.jobs.is_empty()).then_some(batch)
+        if batch.jobs.is_empty() {
+            self.stages.recycle(batch);
+            return None;
+        }
+        Some(batch)
     }
 
     /// Moves a job, or the next part of it, from its queue to the batch. Returns the bytes it takes
     /// of the batch; a part takes all of it.
     pub(super) fn take_copy(&mut self, id: u32, batch_bytes: u64, batch: &mut CopyBatch) -> u64 {
         self.transfers.jobs[id].step = Step::Copying;
+        if self.transfers.jobs[id].run > 0 {
+            return self.take_run(id, batch);
+        }
         if self.transfers.jobs[id].copied == 0 {
             self.transfers.jobs[id].replica = self.replica_for(id);
         }
         let is_cut = self.cut(id, batch_bytes);
         self.add_copies(id, batch);
         batch.jobs.push(id);
-        if is_cut { batch_bytes } else { self.part_bytes(&self.transfers.jobs[id]) }
+        let bytes = self.part_bytes(&self.transfers.jobs[id]);
+        batch.load.bytes += bytes;
+        if is_cut { batch_bytes } else { bytes }
     }
 
     /// Chooses how many tokens a job copies now. A large cell between host addresses is cut, so
     /// that other copies do not wait long. Returns whether tokens are left.
     fn cut(&mut self, id: u32, batch_bytes: u64) -> bool {
-        let job = self.transfers.jobs[id];
-        let (tokens, bytes) = self.extent(&job);
+        let job = &self.transfers.jobs[id];
+        let (tokens, bytes) = (job.rows, job.bytes);
         let left = tokens - job.copied;
         let is_plain = !job.uses_device && job.replica.is_none();
         let part = match is_plain && bytes > batch_bytes {
@@ -1258,21 +1324,12 @@ impl StoreState {
         part < left
     }
 
-    /// Rows and bytes of a job's cell. A state has one row.
-    fn extent(&self, job: &Job) -> (u32, u64) {
-        let (table, cell) = self.transfers.cell_of(job);
-        let rows = &self.tables[table as usize];
-        let tokens = match rows.is_state(cell.layer) {
-            true => 1,
-            false => rows.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens()),
-        };
-        (tokens, rows.planes(cell).bytes())
-    }
-
     /// Bytes of the part of a job's cell that is being copied.
-    pub(super) fn part_bytes(&self, job: &Job) -> u64 {
-        let (tokens, bytes) = self.extent(job);
-        bytes / u64::from(tokens.max(1)) * u64::from(job.part)
+    fn part_bytes(&self, job: &Job) -> u64 {
+        if job.part == job.rows {
+            return job.bytes;
+        }
+        job.bytes / u64::from(job.rows.max(1)) * u64::from(job.part)
     }
 
     /// Ends a part of a cell. Returns whether more parts follow; then the job is queued again.
@@ -1280,7 +1337,7 @@ impl StoreState {
         let job = &mut self.transfers.jobs[id];
         job.copied += job.part;
         let (number, copied) = (job.number, job.copied);
-        let (tokens, bytes) = self.extent(&self.transfers.jobs[id]);
+        let (tokens, bytes) = (job.rows, job.bytes);
         let transfer = &self.transfers.table[number];
         if copied >= tokens || transfer.stopped().is_some() {
             return false;
@@ -1330,7 +1387,7 @@ impl StoreState {
         let (table, cell) = self.transfers.cell_of(job);
         let rows = &self.tables[table as usize];
         let planes = rows.planes(cell);
-        let all = u64::from(self.extent(job).0);
+        let all = u64::from(job.rows);
         let (chunk, layer) = one.place(job.at);
         let (copied, tokens) = (job.copied, job.part);
         let first = match rows.is_state(cell.layer) {
@@ -1338,11 +1395,7 @@ impl StoreState {
             false => chunk as u32 * rows.layout.chunk_tokens() + copied,
         };
         let before = |plane_bytes: u64| plane_bytes / all.max(1) * u64::from(copied);
-        // Jobs of one transfer mostly follow each other, so a look at the last views is enough.
-        if batch.views.last().is_none_or(|last| !Arc::ptr_eq(last, &one.spec.views)) {
-            batch.views.push(one.spec.views.clone());
-        }
-        let (views, job) = (batch.views.len() - 1, batch.jobs.len());
+        let (views, job) = (batch.add_views(&one.spec.views), batch.jobs.len());
         let (memory, direction) = (side.memory, one.direction());
         let mut add = |is_v: bool, offset: u64| {
             let address = side.address.wrapping_add(offset as usize);
@@ -1378,16 +1431,20 @@ impl StoreState {
         for (at, &id) in batch.jobs.iter().enumerate() {
             let result = batch.alone.get(at).unwrap_or(result);
             let result = if batch.damage.jobs.contains(&at) { &damaged } else { result };
+            if self.transfers.jobs[id].run > 0 {
+                self.end_run(id, result.as_ref().err());
+                continue;
+            }
             let is_rescued = batch.rescued.as_ref().and_then(|all| all.get(at)) == Some(&true);
             let job = self.transfers.jobs[id];
             let (table, cell) = self.transfers.cell_of(&job);
-            let bytes = self.tables[table as usize].planes(cell).bytes();
+            let bytes = job.bytes;
             let succeeded = result.is_ok() || is_rescued;
             if succeeded && self.continue_copy(id) {
                 continue;
             }
             // A cancelled cell ends between two parts.
-            let is_whole = self.transfers.jobs[id].copied >= self.extent(&job).0;
+            let is_whole = self.transfers.jobs[id].copied >= job.rows;
             let stopped_status =
                 self.transfers.table[job.number].stopped().filter(|_| succeeded && !is_whole);
             let stopped_status = stopped_status.map(|status| Err(status.into()));
@@ -1419,6 +1476,9 @@ impl StoreState {
 
     /// Ends a copy, or one that never began (`succeeded` is false).
     pub(super) fn end_copying(&mut self, id: u32, succeeded: bool) {
+        if self.transfers.jobs[id].run > 0 {
+            return self.end_copying_run(id, succeeded);
+        }
         let job = self.transfers.jobs[id];
         let (table, cell) = self.transfers.cell_of(&job);
         let kind = self.transfers.table[job.number].spec.kind;
@@ -2164,7 +2224,7 @@ mod tests {
             const OF: [Of; 3] = [Of::Wait, Of::Wait, Of::Transfer];
             let mut jobs = Table::new(64);
             for number in 0..64 {
-                jobs.add(Job::new(0, number, Cell { chunk: 0, layer: 0 })).unwrap();
+                jobs.add(Job::new(0, number, Cell { chunk: 0, layer: 0 }, 1, 1)).unwrap();
             }
             let mut lists: [WaitList; 3] = Default::default();
             let mut queues: [VecDeque<u32>; 3] = Default::default();

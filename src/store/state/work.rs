@@ -15,6 +15,7 @@ use crate::store::state::remote::RemoteTier;
 use crate::store::state::remote_fetch::FetchBatch;
 use crate::store::state::remote_lookup::LookupBatch;
 use crate::store::state::remote_upload::UploadBatch;
+use crate::store::state::transfer::{Of, Step, WaitList};
 use crate::tier::host::Registration;
 
 /// Work for a worker.
@@ -97,8 +98,7 @@ impl StoreState {
             WorkerKind::Lookup => self.take_lookups().map(Work::Lookups),
         };
         if let Some(work) = &mut work {
-            self.stages.in_flight[workers as usize] += 1;
-            self.batch_begins(work);
+            self.begin_work(work);
             if work.is_checkpoint() {
                 self.disk_gc.checkpoint_begins();
             }
@@ -106,6 +106,40 @@ impl StoreState {
         // Taking work may have ended jobs that need no worker, which lets other jobs continue.
         self.settle();
         work
+    }
+
+    /// Takes the copies of a transfer for the thread that has submitted it: all of its cells are in
+    /// runs that wait for a copy, of at most `most` bytes. [`StoreState::done`] ends them.
+    pub fn take_own(&mut self, number: u32, most: u64) -> Option<Work> {
+        let transfer = self.transfers.table.get(number)?;
+        if transfer.open_jobs == 0 || transfer.cursor < transfer.cells() {
+            return None;
+        }
+        let mut bytes = 0;
+        for id in transfer.jobs.all(&self.transfers.jobs, Of::Transfer) {
+            let job = &self.transfers.jobs[id];
+            bytes += job.bytes;
+            if job.run == 0 || job.step != Step::Copies || bytes > most {
+                return None;
+            }
+        }
+        let mut batch = self.stages.empty_batches.pop().unwrap_or_default();
+        let mut next = self.transfers.table[number].jobs.first();
+        while let Some(id) = next {
+            next = WaitList::after(&self.transfers.jobs, Of::Transfer, id);
+            self.stages.copy.queue.remove(id);
+            self.transfers.jobs[id].step = Step::Copying;
+            self.take_run(id, &mut batch);
+        }
+        let mut work = Work::Copies(batch);
+        self.begin_work(&mut work);
+        Some(work)
+    }
+
+    /// Counts work that is taken.
+    pub(super) fn begin_work(&mut self, work: &mut Work) {
+        self.stages.in_flight[work.workers() as usize] += 1;
+        self.batch_begins(work);
     }
 
     /// Whether [`StoreState::take`] may find work for a kind of worker. Taking work of one kind may
@@ -151,7 +185,10 @@ impl StoreState {
         }
         self.stages.in_flight[work.workers() as usize] -= 1;
         match work {
-            Work::Copies(batch) => self.done_copies(&batch, &outcome),
+            Work::Copies(batch) => {
+                self.done_copies(&batch, &outcome);
+                self.stages.recycle(batch);
+            }
             Work::Slabs(slabs) => self.done_slabs(slabs),
             Work::Unregistered(_) => {}
             Work::Reads(batch) => self.done_reads(&batch),
@@ -186,10 +223,7 @@ impl StoreState {
             self.tables[table as usize].planes(cell).bytes()
         };
         let (bytes, load) = match work {
-            Work::Copies(batch) => {
-                let bytes = batch.jobs.iter().map(|&id| self.part_bytes(&self.transfers.jobs[id]));
-                (bytes.sum(), &mut batch.load)
-            }
+            Work::Copies(batch) => (batch.load.bytes, &mut batch.load),
             Work::Reads(batch) => (batch.jobs.iter().map(cell_bytes).sum(), &mut batch.load),
             Work::Fetches(batch) => (batch.bytes(), &mut batch.load),
             _ => return,
