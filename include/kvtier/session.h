@@ -239,6 +239,9 @@ typedef struct kvt_transfer_t {
 /// disk and remote as the spec says. Cells that are stored already are not stored again. Never
 /// blocks. Closing the session does not end the transfer.
 ///
+/// At most `inline` bytes (a parameter of the store's spec; default 64 KiB) between host memory are
+/// copied by the calling thread: the op is released when the call returns. Workers copy more.
+///
 /// The op's value (kvt_completion_t, kvt_op_info_t) is the number of tokens, from the first on,
 /// that were stored without a gap; bytes_done is the number of copied bytes. The op ends with
 /// KVT_E_BUDGET if host memory runs out, or KVT_E_IO if the disk fails; other cells are stored all
@@ -255,6 +258,7 @@ kvt_status_t kvt_session_put(const kvt_session_t *session, const kvt_transfer_t 
                              const kvt_submit_opts_t *opts, kvt_op_t **out_ops, kvt_error_t **err);
 
 /// Submits a get: copies KV into the engine's tensors, from whichever tier has it. Never blocks.
+/// Up to `inline` bytes in host memory are copied as by kvt_session_put.
 ///
 /// The op's value is the number of tokens, from the first on, that arrived without a gap. The op
 /// ends with KVT_E_NOT_FOUND if cells are missing: the others have arrived, and tensors of missing

@@ -656,6 +656,9 @@ unsafe fn submit_transfer(
 /// disk and remote as the spec says. Cells that are stored already are not stored again. Never
 /// blocks. Closing the session does not end the transfer.
 ///
+/// At most `inline` bytes (a parameter of the store's spec; default 64 KiB) between host memory are
+/// copied by the calling thread: the op is released when the call returns. Workers copy more.
+///
 /// The op's value (kvt_completion_t, kvt_op_info_t) is the number of tokens, from the first on,
 /// that were stored without a gap; bytes_done is the number of copied bytes. The op ends with
 /// KVT_E_BUDGET if host memory runs out, or KVT_E_IO if the disk fails; other cells are stored all
@@ -680,6 +683,7 @@ pub unsafe extern "C" fn kvt_session_put(
 }
 
 /// Submits a get: copies KV into the engine's tensors, from whichever tier has it. Never blocks.
+/// Up to `inline` bytes in host memory are copied as by kvt_session_put.
 ///
 /// The op's value is the number of tokens, from the first on, that arrived without a gap. The op
 /// ends with KVT_E_NOT_FOUND if cells are missing: the others have arrived, and tensors of missing

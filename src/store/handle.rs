@@ -1,6 +1,8 @@
 //! An open store: the state machine behind one lock, worker threads that execute its work, and ops
 //! that notify callers of completion.
 
+use smallvec::SmallVec;
+
 use crate::base::account::Account;
 use crate::base::budget::{Budget, Reclaim, Tier};
 use crate::base::core::Core as RuntimeCore;
@@ -21,7 +23,7 @@ use crate::store::control::{self, Subject};
 use crate::store::events::{Entries, Event as StoreEvent, MOST, Stage};
 use crate::store::executor::Tools;
 use crate::store::executor::remote::RemoteExecutor;
-use crate::store::executor::{EventCopies, StateAccess};
+use crate::store::executor::{EventCopies, StateAccess, copy_inline};
 use crate::store::ready_event::{EventState, Listener as EventListener, Ready};
 use crate::store::spec::{DiskSpec, StoreSpec};
 use crate::store::state::blocks::BlockTransfer;
@@ -40,6 +42,8 @@ struct Guarded {
     core: StoreState,
     /// Ops of each transfer, by its number.
     ops: Vec<Vec<OpRef>>,
+    /// Buffer for completions.
+    finished: Vec<Finished>,
     /// Ops that wait for events.
     watches: Watches,
     /// The publisher sleeps, and has published the events before this one.
@@ -86,6 +90,8 @@ pub struct Store {
     auditing: Mutex<()>,
     /// The store has a device, so transfers may name its events.
     has_device: bool,
+    /// Transfers of at most so many bytes are copied by the thread that submits them.
+    inline_bytes: u64,
     /// Reports of the opening.
     pub opened: Opened,
     /// The remote server at opening, if there is a remote that answered.
@@ -109,7 +115,7 @@ impl Store {
         spec: &StoreSpec,
     ) -> Result<Store> {
         let mut store = Store::open_with(runtime, budget, spec, Arc::new(Host::default()))?;
-        store.has_device = false;
+        (store.has_device, store.inline_bytes) = (false, spec.inline_bytes);
         Ok(store)
     }
 
@@ -186,6 +192,7 @@ impl Store {
         let state = Guarded {
             core,
             ops: Vec::new(),
+            finished: Vec::new(),
             watches: Watches::default(),
             published_until: u64::MAX,
             sleeping: [0; KINDS],
@@ -213,7 +220,16 @@ impl Store {
         let threads = Mutex::new(threads);
         let opened = Opened { disk: report, adopted };
         let auditing = Mutex::new(());
-        Ok(Store { inner, threads, account, auditing, has_device: true, opened, server })
+        Ok(Store {
+            inner,
+            threads,
+            account,
+            auditing,
+            has_device: true,
+            inline_bytes: 0,
+            opened,
+            server,
+        })
     }
 
     /// Whether its device has memory that the processor cannot reach.
@@ -267,25 +283,27 @@ impl Guarded {
 
     /// Ops of the completions since the last call.
     fn ended(&mut self) -> Completions {
-        let mut finished = Vec::new();
-        self.core.finished(&mut finished);
-        let mut completions = Vec::with_capacity(finished.len());
-        for one in finished {
+        self.core.finished(&mut self.finished);
+        let mut completions = Completions::new();
+        for one in self.finished.drain(..) {
             let Some(ops) = self.ops.get_mut(one.number as usize) else { continue };
-            let (last, op) = (one.last, ops.get(one.part as usize));
-            if let Some(op) = op.cloned() {
-                completions.push((op, one));
-            }
-            if last {
+            let part = one.part as usize;
+            // An op that ends alone need not be counted twice.
+            let op = match one.last && part + 1 == ops.len() {
+                true => ops.pop(),
+                false => ops.get(part).cloned(),
+            };
+            if one.last {
                 ops.clear();
             }
+            completions.extend(op.map(|op| (op, one)));
         }
         completions
     }
 }
 
 /// Ops with their outcome.
-type Completions = Vec<(OpRef, Finished)>;
+type Completions = SmallVec<[(OpRef, Finished); 1]>;
 
 impl Inner {
     /// After any change of the state: wakes workers that have work, and collects completions, which
@@ -534,7 +552,7 @@ impl Store {
         ready.map_or(Ok(()), Ready::check_room)?;
         let ops = self.promise_ops(ops, opts)?;
         // A passed deadline, or a concurrent close, may have ended some ops.
-        let begun: Vec<bool> = ops.iter().map(|op| op.begin()).collect();
+        let begun: SmallVec<[bool; 64]> = ops.iter().map(|op| op.begin()).collect();
         if begun.contains(&false) {
             let rest = ops.iter().zip(&begun).filter(|(_, begun)| **begun);
             let late = opts.deadline_ns != 0 && !self.inner.runtime.is_closing();
@@ -542,7 +560,6 @@ impl Store {
             rest.for_each(|(op, _)| op.finish(status, None, None));
             return Ok(ops);
         }
-        let retained = ops.clone();
         let mut state = self.inner.state.lock();
         if let Err(error) = state.check_open() {
             drop(state);
@@ -558,21 +575,23 @@ impl Store {
         match submit(&mut state.core) {
             Ok((number, ticket)) => {
                 // A cancel from here on finds the transfer once it has the lock.
-                retained.iter().for_each(|op| op.set_owner_slot(number));
+                ops.iter().for_each(|op| op.set_owner_slot(number));
                 let number = number as usize;
                 if state.ops.len() <= number {
                     state.ops.resize_with(number + 1, Vec::new);
                 }
                 debug_assert!(state.ops[number].is_empty(), "a number that is in use");
-                state.ops[number] = retained;
+                state.ops[number].extend(ops.iter().cloned());
                 // A cancel or deadline before this found no transfer.
                 if let Some(status) = abandoned_status(&ops) {
                     state.core.cancel(number as u32, status);
                 }
+                let own = state.core.take_own(number as u32, self.inline_bytes);
                 completions.extend(self.inner.collect_completions(&mut state));
                 drop(state);
                 ops.iter().for_each(|op| op.notify_issued());
                 finish(completions);
+                own.into_iter().for_each(|work| self.inner.copy_own(work));
                 if let Some(ready) = ready {
                     ready.join(self.inner.this.clone(), ticket);
                 }
@@ -597,6 +616,10 @@ impl Store {
         };
         let mut ops: Vec<OpRef> = Vec::new();
         ops.try_reserve_exact(count).map_err(|_| Status::NoMem)?;
+        if count == 1 {
+            ops.push(runtime.promise(opts, owner)?);
+            return Ok(ops);
+        }
         for layer in 0..count as u64 {
             let opts = OpOpts { tag: opts.tag.wrapping_add(layer), ..opts.clone() };
             match runtime.promise(&opts, owner.clone()) {
@@ -1392,6 +1415,29 @@ impl Inner {
             }
         }
         state.sleeping[at] -= 1;
+    }
+
+    /// Executes copies of a transfer in the thread that has submitted it.
+    fn copy_own(&self, work: Work) {
+        let began_ns = self.runtime.clock().now_ns();
+        let copied = panic::catch(|| match &work {
+            // SAFETY: as in `carry_out`.
+            Work::Copies(batch) => unsafe { copy_inline(batch) },
+            _ => Ok(()),
+        });
+        let copied = copied.map_err(|text| self.runtime.poison(&text));
+        let now_ns = self.runtime.clock().now_ns();
+        let mut state = self.state.lock();
+        let Ok(outcome) = copied else {
+            state.broken = true;
+            drop(state);
+            return self.abort_all();
+        };
+        state.core.tick(now_ns);
+        state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
+        let completions = self.collect_completions(&mut state);
+        drop(state);
+        finish(completions);
     }
 
     /// Executes work. Err = a panic was caught, and the runtime is poisoned.

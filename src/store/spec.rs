@@ -80,6 +80,11 @@ const PARAMS: &[Param] = &[
     Param::new("cells", "most cells of transfers in flight"),
     Param::new("events", "events that are kept for readers"),
     Param::new("copiers", "threads that copy; 0 = as many as cores, at most 4"),
+    Param::new(
+        "inline",
+        "transfers between host memory of at most so many bytes are copied by the thread that submits \
+         them, before the call returns; 0 = none",
+    ),
     Param::new("readers", "threads that read the disk"),
     Param::new("control", "path of the control socket").default_is("none"),
 ];
@@ -255,6 +260,8 @@ pub struct StoreSpec {
     pub custom_remote: Option<CustomRemote>,
     /// Copy workers; 0 = one for each core, at most 4.
     pub copiers: u32,
+    /// Transfers of at most so many bytes are copied by the thread that submits them.
+    pub inline_bytes: u64,
     /// Disk read workers.
     pub readers: u32,
     /// Path of the control socket, if there is one.
@@ -327,6 +334,7 @@ impl StoreSpec {
             ..usual
         };
         let copiers = reader.u64("copiers", 0, 0..=64)? as u32;
+        let inline_bytes = reader.bytes("inline", 64 << 10)?;
         let readers = reader.u64("readers", 2, 1..=64)? as u32;
         let control = reader.text("control")?.filter(|path| !path.is_empty()).map(PathBuf::from);
         let disk = match reader.spec("disk")? {
@@ -338,7 +346,17 @@ impl StoreSpec {
             None => None,
         };
         let (secrets, custom_remote) = (Secrets::default(), None);
-        Ok(StoreSpec { config, disk, remote, secrets, custom_remote, copiers, readers, control })
+        Ok(StoreSpec {
+            config,
+            disk,
+            remote,
+            secrets,
+            custom_remote,
+            copiers,
+            inline_bytes,
+            readers,
+            control,
+        })
     }
 }
 

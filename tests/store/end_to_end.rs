@@ -55,6 +55,41 @@ fn every_tensor_shape_reads_every_other() {
     store.close();
 }
 
+#[test]
+fn small_transfers_are_copied_before_the_call_returns() {
+    let tokens = document(1, 16 * 4 + 3);
+    let marks = marks_of(0, &tokens);
+    let engine = Engine::computed(SMALL, Shape::Tokens, &marks);
+    let bytes = SMALL.layers * 5 * 4096;
+    for (limit, expected) in [(bytes, RELEASED), (bytes - 1, 0)] {
+        let store =
+            TestStore::open(&spec_of(&format!("store(host=16MiB,chunks=64,inline={limit}B)")));
+        let namespace = store.namespace(1, &SMALL);
+        let session = store.session(namespace, &tokens);
+        for (kind, by_layer) in [(TransferKind::Put, false), (TransferKind::Get, true)] {
+            let mut back = Engine::new(SMALL, Shape::Tokens, tokens.len());
+            let tensors = if kind == TransferKind::Put { &engine } else { &back };
+            let cells = tensors.cell_range(0, tokens.len(), 0..SMALL.layers, by_layer);
+            let opts = OpOpts::default();
+            let ops = store.handle.submit(session, kind, Level::Ram, cells, &opts).expect("room");
+            assert_eq!(ops.len(), if by_layer { SMALL.layers } else { 1 });
+            for op in ops {
+                // Above the limit a worker copies, which may be as fast.
+                assert!(expected == 0 || op.state() & expected != 0, "{kind:?}");
+                op.wait(RELEASED, 0).expect("no deadline");
+                assert_eq!(op.info().status.and_then(Status::from_code), Some(Status::Ok));
+                op.remove();
+            }
+            if kind == TransferKind::Get {
+                back.check(&marks, 0..tokens.len(), 0..SMALL.layers);
+            }
+        }
+        store.close_session(session);
+        store.settle();
+        store.close();
+    }
+}
+
 /// Sessions of one thread that share prefixes: each is put and read back. Returns the number of
 /// tokens found.
 fn talk(store: &TestStore, namespace: u32, thread: u32, turns: u32, may_miss: bool) -> u64 {
