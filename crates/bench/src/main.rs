@@ -6,6 +6,7 @@
 mod abi;
 mod attention;
 mod bar;
+mod count;
 mod device;
 mod device_files;
 mod device_kernels;
@@ -99,6 +100,8 @@ struct Cli {
 enum Command {
     /// Measure passes over a model, beside their bound, other placements and a memory map
     Model(model::Args),
+    /// Put or get a number of cells, for tools that count instructions
+    Count(count::Args),
     /// A process of the group `stream` and of `model` in a memory cgroup
     #[command(hide = true)]
     Child(model_child::Args),
@@ -108,6 +111,7 @@ fn main() -> ExitCode {
     env_logger::init();
     let cli = Cli::parse();
     let result = match (cli.command, cli.group) {
+        (Some(Command::Count(args)), _) => count::run(&args).map_err(Into::into),
         (Some(Command::Model(args)), _) => model::run(&args),
         (Some(Command::Child(args)), _) => model_child::run(&args),
         (None, None) => {

@@ -100,10 +100,10 @@ const SMALL: (u32, u64) = (16, 128);
 const SMALL_CELLS: u32 = 1 << 14;
 
 /// The state of a store whose memory is full, so that every put evicts.
-fn full_state(layers: u32) -> Result<StateFixture> {
+pub fn full_state(policy: &str, layers: u32) -> Result<StateFixture> {
     let config = Config {
         host_bytes: u64::from(SMALL_CELLS) * 4096,
-        host_policy: "lru".into(),
+        host_policy: policy.into(),
         max_chunks: (2 * SMALL_CELLS / layers) as usize,
         ..Config::default()
     };
@@ -117,7 +117,7 @@ fn full_state(layers: u32) -> Result<StateFixture> {
 }
 
 /// Runs a transfer whose copies take no time.
-fn transfer(
+pub fn transfer(
     fixture: &mut StateFixture,
     session: u32,
     kind: TransferKind,
@@ -153,31 +153,53 @@ fn cell_cost(
     Ok(took / f64::from(all * fixture.layers as u32))
 }
 
+/// A cost of a cell: name, kind, layers, chunks of the session, chunks of a transfer, goal.
+pub type CellCase = (&'static str, TransferKind, u32, u32, u32, Option<f64>);
+
+/// The costs of a cell.
+pub const CELL_CASES: [CellCase; 7] = [
+    ("put_cell_single", TransferKind::Put, 1, 64, 1, Some(500.0)),
+    ("get_cell_single", TransferKind::Get, 1, 64, 1, Some(500.0)),
+    ("get_cell_single_of_4096", TransferKind::Get, 1, 4096, 1, None),
+    ("put_cell_by_512", TransferKind::Put, 1, 512, 512, Some(150.0)),
+    ("get_cell_by_512", TransferKind::Get, 1, 512, 512, Some(150.0)),
+    ("put_cell_by_512_of_32_layers", TransferKind::Put, 32, 16, 16, Some(150.0)),
+    ("get_cell_by_512_of_32_layers", TransferKind::Get, 32, 16, 16, Some(150.0)),
+];
+
+/// Costs of a cell under the policy `lru`, and of puts under the default policy beside it.
 fn state_bars(quick: bool) -> Vec<Bar> {
-    let all = [
-        ("put_cell_single", TransferKind::Put, 1, 64, 1, Some(500.0)),
-        ("get_cell_single", TransferKind::Get, 1, 64, 1, Some(500.0)),
-        ("get_cell_single_of_4096", TransferKind::Get, 1, 4096, 1, None),
-        ("put_cell_by_512", TransferKind::Put, 1, 512, 512, Some(150.0)),
-        ("get_cell_by_512", TransferKind::Get, 1, 512, 512, Some(150.0)),
-        ("put_cell_by_512_of_32_layers", TransferKind::Put, 32, 16, 16, Some(150.0)),
-        ("get_cell_by_512_of_32_layers", TransferKind::Get, 32, 16, 16, Some(150.0)),
-    ];
     let rounds = if quick { 40 } else { 200 };
-    let measure = |kind, layers, chunks: u32, each| -> Result<f64> {
-        let mut fixture = full_state(layers)?;
-        let costs = (0..rounds).map(|number| cell_cost(&mut fixture, kind, number, chunks, each));
-        Ok(median(&mut costs.collect::<Result<Vec<f64>>>()?))
+    let default = Config::default().host_policy;
+    // Under each of the policies, in turn.
+    let measure = |case: CellCase, policies: &[&str]| -> Result<Vec<f64>> {
+        let (_, kind, layers, chunks, each, _) = case;
+        let open = |policy: &&str| full_state(policy, layers);
+        let mut fixtures = policies.iter().map(open).collect::<Result<Vec<_>>>()?;
+        let mut costs = vec![Vec::new(); policies.len()];
+        for number in 0..rounds {
+            for (fixture, costs) in fixtures.iter_mut().zip(&mut costs) {
+                costs.push(cell_cost(fixture, kind, number, chunks, each)?);
+            }
+        }
+        Ok(costs.iter_mut().map(|costs| median(costs)).collect())
     };
-    let of = |(bar, kind, layers, chunks, each, goal)| {
-        let mut bar = Bar::lower(bar, "ns/cell").goal(goal);
-        match measure(kind, layers, chunks, each) {
-            Ok(cost) => bar.value = Some(cost),
+    let mut bars = Vec::new();
+    for case in CELL_CASES {
+        let (name, kind, .., goal) = case;
+        let mut bar = Bar::lower(name, "ns/cell").goal(goal);
+        match measure(case, &["lru"]) {
+            Ok(costs) => bar.value = Some(costs[0]),
             Err(error) => bar.note = say(error),
         }
-        bar
-    };
-    let mut bars: Vec<Bar> = all.into_iter().map(of).collect();
+        bars.push(bar);
+        if kind == TransferKind::Put {
+            let name = Box::leak(format!("{name}_{default}").into_boxed_str());
+            let bar = Bar::lower(name, "ns/cell").baseline("the same under lru");
+            let costs = measure(case, &[&default, "lru"]);
+            bars.push(bar.measured_pair(costs.map(|costs| (costs[0], costs[1]))));
+        }
+    }
     bars.push(lookup_bar(rounds));
     bars
 }
@@ -187,7 +209,7 @@ fn lookup_bar(rounds: u32) -> Bar {
     const CHUNKS: u32 = 2048;
     let mut bar = Bar::lower("lookup_of_32k_tokens", "ns/chunk").baseline("a key derived");
     let measure = || -> Result<(f64, f64)> {
-        let mut fixture = full_state(1)?;
+        let mut fixture = full_state("lru", 1)?;
         cell_cost(&mut fixture, TransferKind::Put, 1, CHUNKS, CHUNKS)?;
         let tokens = fixture.document(1, CHUNKS);
         let (mut all, mut keys) = (Vec::new(), Vec::new());
