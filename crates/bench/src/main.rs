@@ -4,6 +4,7 @@
 //! `--profile dist` instead of `--release`.
 
 mod abi;
+mod all;
 mod attention;
 mod bar;
 mod count;
@@ -14,12 +15,14 @@ mod device_offload;
 mod device_stream;
 mod disk;
 mod fixtures;
+mod history;
 mod index;
 mod lab;
 mod model;
 mod model_child;
 mod offload;
 mod overlap;
+mod page;
 mod peers;
 mod policy;
 mod promises;
@@ -98,6 +101,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Measure every group; write one page and one JSON with the history of each bar
+    All(all::Args),
     /// Measure passes over a model, beside their bound, other placements and a memory map
     Model(model::Args),
     /// Put or get a number of cells, for tools that count instructions
@@ -111,6 +116,7 @@ fn main() -> ExitCode {
     env_logger::init();
     let cli = Cli::parse();
     let result = match (cli.command, cli.group) {
+        (Some(Command::All(args)), _) => all::run(&args).map_err(Into::into),
         (Some(Command::Count(args)), _) => count::run(&args).map_err(Into::into),
         (Some(Command::Model(args)), _) => model::run(&args),
         (Some(Command::Child(args)), _) => model_child::run(&args),
@@ -167,6 +173,7 @@ pub fn list() {
     for (name, what, _) in GROUPS {
         println!("{name:<12} {what}");
     }
+    println!("{:<12} every group; one page and one JSON with the history of each bar", "all");
 }
 
 /// Runs a group, on the server at `url` if given. A missed goal is printed and is not a failure:

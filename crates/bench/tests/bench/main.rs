@@ -1,6 +1,7 @@
 //! `kvtier-bench` as contributors call it.
 #![allow(missing_docs)]
 
+mod all;
 mod groups;
 mod model;
 
