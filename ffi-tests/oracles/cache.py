@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares the cost of a get, and of an insert with eviction, with libCacheSim, in one run.
 
-    cache.py TOOL          TOOL is the kvtier program, a release build
+    cache.py TOOL          TOOL is kvtier-bench, a release build
     cache.py TOOL --quick --policies lru,s3fifo
 
 The loads are those of `kvtier-bench cache`: 1,000,000 entries, Zipf 1.0. `get` requests 900,000
@@ -72,7 +72,7 @@ def ours(tool, name, path, warm):
     """Nanoseconds per request and the note, by bar."""
     names = {"KVTIER_BENCH_TRACE": str(path), "KVTIER_BENCH_OBJECTS": str(ENTRIES),
              "KVTIER_BENCH_SPEC": name, "KVTIER_BENCH_WARM": str(warm)}
-    command = [tool, "bench", "lab", "--quick", "--json"]
+    command = [tool, "lab", "--quick", "--json"]
     done = subprocess.run(command, env={**os.environ, **names}, capture_output=True, check=True)
     lines = map(json.loads, done.stdout.splitlines())
     return {b["bar"]: (1e3 / b["value"], b["note"]) for b in lines

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares the replay speed of LRU with libCacheSim, in turn, in one run.
 
-    throughput.py TOOL          TOOL is the kvtier program, a release build
+    throughput.py TOOL          TOOL is kvtier-bench, a release build
     throughput.py TOOL --quick
 
 Prints one JSON object per line, as `kvtier-bench` does. Both read the same file of oracleGeneral
@@ -74,7 +74,7 @@ def theirs(lcs, path, size, power):
 def ours(tool, path, size):
     """Millions of requests per second, and misses, by bar."""
     names = {"KVTIER_BENCH_TRACE": str(path), "KVTIER_BENCH_OBJECTS": str(size)}
-    command = [tool, "bench", "lab", "--quick", "--json"]
+    command = [tool, "lab", "--quick", "--json"]
     done = subprocess.run(command, env={**os.environ, **names}, capture_output=True, check=True)
     lines = map(json.loads, done.stdout.splitlines())
     return {b["bar"]: (b["value"], b["note"]) for b in lines if b["bar"].startswith("replay_lru")}
