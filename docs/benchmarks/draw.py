@@ -28,7 +28,7 @@ def main():
     check = sys.argv[1:] == ["--check"]
     if sys.argv[1:] and not check:
         raise SystemExit(__doc__)
-    names = ("store", "abi", "policies", "sparse", "stream", "device", "remote", "engines")
+    names = ("store", "abi", "policies", "sparse", "stream", "device", "remote", "engines", "peers")
     files = {path.stem for path in (HERE / "results").glob("*.json")}
     if files != set(names):
         raise SystemExit(f"results/: {sorted(files ^ set(names))} is missing or not known to draw.py")

@@ -154,29 +154,25 @@ def ratios(all_subjects):
 
 
 def store_peers(all_subjects):
-    subject = all_subjects["store"]
+    subject = all_subjects["peers"]
+    runs = [subject.last("host"), subject.last("disk")]
     picture = Picture("Beside Mooncake, LMCache and NIXL: objects of 1 MiB, GiB/s",
-                      "Two cores of a virtual Xeon, virtual disk, 2026-11-26, kvtier before write-behind.")
-    picture.legend([("a", "kvtier"), ("e", "others")])
-    groups = []
-    for op in ("put", "get"):
-        entries = []
-        for result in subject.of("host-peers-2026-11-26"):
-            if result["size"] == "1 MiB" and result["op"] == op:
-                kind = "a" if result["side"].startswith("kvtier") else "e"
-                entries.append((kind, result["value"], f"{number(result['value'])} {result['side']}", None))
-        groups.append((f"{op}, host memory", entries))
-    horizontal(picture, groups, 11)
-    groups = []
-    for op in ("durable put", "cold get"):
-        entries = []
-        for result in subject.of("disk-peers-2026-11-26"):
-            if result["op"] == op and "written over" not in result["side"]:
-                kind = {"kvtier": "a", "raw, fresh file": "c"}.get(result["side"], "e")
-                side = result["side"].split(", O_DIRECT")[0].split(" (")[0].replace(" over and over", "")
-                entries.append((kind, result["value"], f"{number(result['value'])} {side}", None))
-        groups.append((f"{op}, disk", entries))
-    horizontal(picture, groups, 3.6)
+                      "Two cores of a virtual machine, virtual disk, "
+                      + " and ".join(sorted({subject.runs[run]["date"] for run in runs})) + ".")
+    picture.legend([("a", "kvtier"), ("c", "memmove, plain calls"), ("e", "others")])
+    for run, ops, where in ((runs[0], ("put", "get"), "host memory"), (runs[1], ("durable put", "cold get"), "disk")):
+        results = [result for result in subject.of(run) if result.get("size", "1 MiB") == "1 MiB"]
+        groups = []
+        for op in ops:
+            entries = []
+            for result in results:
+                if result["name"] == op and "written over" not in result["side"]:
+                    plain = result["side"] in ("memmove", "raw, fresh file")
+                    kind = "a" if result["side"].startswith("kvtier") else "c" if plain else "e"
+                    side = result["side"].split(", O_DIRECT")[0].split(", io_uring")[0]
+                    entries.append((kind, result["value"], f"{number(result['value'])} {side}", None))
+            groups.append((f"{op}, {where}", entries))
+        horizontal(picture, groups, 1.4 * float(max(result["value"] for result in results)))
     return picture.svg()
 
 

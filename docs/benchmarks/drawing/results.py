@@ -31,6 +31,13 @@ class Subject:
             raise SystemExit(f"{self.name}: {len(found)} results for {run} {name} {fields}")
         return found[0]
 
+    def last(self, group):
+        """The key of the last run with results of a group."""
+        runs = [result["run"] for result in self.results if result.get("group") == group]
+        if not runs:
+            raise SystemExit(f"{self.name}: no results of the group '{group}'")
+        return max(runs, key=lambda run: self.runs[run]["date"])
+
     def latest(self):
         """The last result of each name and dimensions; a later run replaces an earlier one."""
         last = {}

@@ -6,6 +6,8 @@ from decimal import Decimal
 
 from .results import KNOWN, identity, meets, reads, values
 
+# Pages of subjects that have none of their own name.
+PAGES = {"abi": "store"}
 SIGNS = {"<=": "≤", ">=": "≥", "<": "<", ">": ">", "==": "="}
 
 
@@ -158,12 +160,11 @@ def bars(name, *runs, labels=None, dims=(), only=None, title="bar"):
     return make
 
 
-def pivot(name, runs, row, column, cell=measured, corner=None, only=None, columns=None):
-    """Rows and columns: fields of results."""
-    runs = [runs] if isinstance(runs, str) else runs
-
+def pivot(name, all_runs, row, column, cell=measured, corner=None, only=None, columns=None, group=None):
+    """Rows and columns: fields of results. Runs: these, or the last one with a group."""
     def make(all_subjects):
         subject = all_subjects[name]
+        runs = [subject.last(group)] if group else [all_runs] if isinstance(all_runs, str) else all_runs
         results = [result for result in subject.of(*runs) if only is None or only(result)]
 
         def key(result, fields):
@@ -223,13 +224,28 @@ def codecs(all_subjects):
     return block(subject, [run], grid(head, rows), subject.of(run))
 
 
+def more_peers(all_subjects):
+    """The last run of each group beside other systems, without host memory and disk."""
+    subject = all_subjects["peers"]
+    groups = dict.fromkeys(result["group"] for result in subject.results)
+    parts = []
+    for group in groups:
+        if group in ("host", "disk"):
+            continue
+        run = subject.last(group)
+        results = [result for result in subject.of(run) if result["group"] == group]
+        rows = [[f"`{result['name']}`", measured(result), baseline_of(result)] for result in results]
+        parts.append(block(subject, [run], grid([f"bar of `{group}`", "measured", "baseline"], rows), results))
+    return "\n\n".join(parts)
+
+
 def summary(all_subjects):
     """Goals met and missed, by subject; of each bar the last run."""
     rows = []
     for subject in all_subjects.values():
         goals = [result for result in subject.latest() if "goal" in result]
         met = sum(1 for result in goals if result["met"])
-        page = {"abi": "store"}.get(subject.name, subject.name)
+        page = PAGES.get(subject.name, subject.name)
         dates = sorted({run["date"] for run in subject.runs.values()})
         rows.append([f"[{subject.title}]({page}.md)", number(len(subject.results)), number(len(goals)), number(met),
                      number(len(goals) - met), dates[-1] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"])
@@ -240,7 +256,7 @@ def missed(all_subjects):
     """Every goal that the last run misses; one row for results that differ in their dimensions only."""
     rows = {}
     for subject in all_subjects.values():
-        page = {"abi": "store"}.get(subject.name, subject.name)
+        page = PAGES.get(subject.name, subject.name)
         reasons = {identity(result): result["reason"] for result in subject.results if "reason" in result}
         for result in subject.latest():
             if result.get("met", True):
@@ -263,8 +279,8 @@ def ratio_of(ours, theirs):
 
 def comparison(all_subjects):
     """kvtier ÷ other systems on the same machine: one row a measure."""
-    store, remote = all_subjects["store"], all_subjects["remote"]
-    engines, stream = all_subjects["engines"], all_subjects["stream"]
+    remote, engines = all_subjects["remote"], all_subjects["engines"]
+    stream, peers = all_subjects["stream"], all_subjects["peers"]
     rows = []
 
     def ratios(field, better=1):
@@ -274,31 +290,32 @@ def comparison(all_subjects):
     def row(what, ours, cells, subject, run):
         run = subject.runs[run]
         machine = re.sub(r"^2 cores of a virtual ", "", run["machine"].split(",")[0])
+        page = PAGES.get(subject.name, subject.name)
         machine = "kind not recorded" if machine == "machine" else machine
         rows.append([what, ours, *(cells.get(peer, "") for peer in ("LMCache", "Mooncake", "NIXL", "other")),
-                     f"{machine}, {run['date']}", f"[{subject.name}](benchmarks/{subject.name}.md)"])
+                     f"{machine}, {run['date']}", f"[{page}](benchmarks/{page}.md)"])
 
-    def beside(run, ours, sides, **fields):
-        """Cells of a run with a result for each side."""
-        value = store.get(run, side=ours, **fields)["value"]
+    def beside(group, ours, sides, what, **fields):
+        """A row of the last run of a group, with the ratio to each side that was measured."""
+        run = peers.last(group)
+        value = peers.get(run, side=ours, **fields)["value"]
         cells = {}
         for peer, side, label in sides:
-            text = ratios(ratio_of(value, store.get(run, side=side, **fields)["value"]))
-            cells[peer] = "; ".join(part for part in (cells.get(peer), f"{label} {text}".strip()) if part)
-        return f"{value} GiB/s", cells
+            found = [result for result in peers.of(run) if result["side"] == side
+                     and all(result.get(key) == one for key, one in fields.items())]
+            if found:
+                text = f"{label} {ratios(ratio_of(value, found[0]['value']))}".strip()
+                cells[peer] = "; ".join(part for part in (cells.get(peer), text) if part)
+        row(what, f"{value} GiB/s", cells, peers, run)
 
-    run = "host-peers-2026-11-26"
     for size in ("1 MiB", "256 KiB", "64 KiB"):
         for op in ("put", "get"):
-            ours, cells = beside(run, "kvtier session", [("LMCache", "LMCache L1", ""), ("Mooncake", "Mooncake", ""),
-                                                         ("NIXL", "NIXL", "")], size=size, op=op)
-            row(f"{op}, host memory, {size}", ours, cells, store, run)
-    run = "disk-peers-2026-11-26"
+            beside("host", "kvtier session", [("LMCache", "LMCache L1", ""), ("Mooncake", "Mooncake", ""),
+                                              ("NIXL", "NIXL", "")], f"{op}, host memory, {size}", size=size, name=op)
     for op in ("durable put", "cold get"):
-        ours, cells = beside(run, "kvtier", [("LMCache", "LMCache fs_native, O_DIRECT, 8 workers", "fs_native"),
-                                             ("LMCache", "LMCache raw_block (io_uring, on a file)", "raw_block"),
-                                             ("NIXL", "NIXL, fresh file", "")], op=op)
-        row(f"{op}, disk, 1 MiB, one caller", ours, cells, store, run)
+        beside("disk", "kvtier", [("LMCache", "LMCache fs_native, O_DIRECT, 8 workers", "fs_native"),
+                                  ("LMCache", "LMCache raw_block, io_uring, on a file", "raw_block"),
+                                  ("NIXL", "NIXL, fresh file", "")], f"{op}, disk, 1 MiB, one caller", name=op)
     run = "lmcache-2026-11-26"
     for op in ("put", "get"):
         cells = "; ".join(f"`{result['connector'].split(' ')[0]}` {ratios(result['ratio'])}"
@@ -363,9 +380,12 @@ TABLES = {
     "segments": pivot("store", "segments-2026-11-27", "segments", "name", value_only,
                       columns=["share of cells", "bytes written for each byte of cells"]),
     "codecs": codecs,
-    "peers": bars("store", "peers-2026-11-21"),
-    "peers-host": pivot("store", "host-peers-2026-11-26", ["size", "op"], "side", measured, corner="objects"),
-    "peers-disk": pivot("store", "disk-peers-2026-11-26", "side", "op", measured),
+    "peers-host": pivot("peers", None, ["size", "name"], "side", measured, corner="objects", group="host",
+                        only=lambda result: result["group"] == "host"),
+    "peers-disk": pivot("peers", None, "side", "name", measured, group="disk"),
+    "peers-more": more_peers,
+    "peers-host-before": pivot("store", "host-peers-2026-11-26", ["size", "op"], "side", measured, corner="objects"),
+    "peers-disk-before": pivot("store", "disk-peers-2026-11-26", "side", "op", measured),
     "attention": bars("sparse", "attention-quiet", "attention-load", labels=["quiet", "under load"]),
     "attention-torch": bars("sparse", "attention-torch-quiet", "attention-torch-load",
                             labels=["kvtier, quieter", "kvtier, under load"]),
