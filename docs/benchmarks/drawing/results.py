@@ -47,7 +47,8 @@ class Subject:
 
 
 KNOWN = {"name", "run", "measures", "value", "range", "unit", "baseline", "ratio", "goal", "met", "reason", "note",
-         "spread", "first", "earlier", "other", "cost", "jain", "encode_mbs", "decode_mbs", "error"}
+         "spread", "first", "earlier", "other", "cost", "jain", "encode_mbs", "decode_mbs", "error", "horizon", "locked",
+         "allocations"}
 
 
 def identity(result):

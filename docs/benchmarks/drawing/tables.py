@@ -239,6 +239,16 @@ def more_peers(all_subjects):
     return "\n\n".join(parts)
 
 
+def instructions(all_subjects):
+    subject = all_subjects["store"]
+    run = "count-2026-11-28"
+    results = subject.of(run)
+    rows = [[f"`{result['name']}`", *(number(result[field]) for field in ("value", "horizon", "locked", "allocations"))]
+            for result in results]
+    head = ["a cell of", "instructions, lru", "instructions, horizon", "locked operations", "allocations"]
+    return block(subject, [run], grid(head, rows), results)
+
+
 def summary(all_subjects):
     """Goals met and missed, by subject; of each bar the last run."""
     rows = []
@@ -375,6 +385,8 @@ TABLES = {
                     columns=["one request a call", "64 a call"]),
     "metadata": bars("policies", "metadata"),
     "store": bars("store", "store-2026-11-21", "store-2026-11-21-evening", labels=["full run", "later code"]),
+    "horizon": bars("store", "horizon-2026-11-28"),
+    "instructions": instructions,
     "scale": bars("store", "scale-2026-11-21", "scale-2026-11-21-quick", labels=["full run", "quick run"]),
     "promises": bars("store", "promises-2026-11-27"),
     "segments": pivot("store", "segments-2026-11-27", "segments", "name", value_only,
