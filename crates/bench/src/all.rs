@@ -149,11 +149,15 @@ fn skipped(group: &str, why: &str) -> Value {
     completed(json!({ "group": group, "bar": group, "value": null, "note": why }))
 }
 
-/// A bar with its ratio to the baseline, or with the reason why it was skipped.
+/// A bar with its ratio to the baseline, or with the reason why it was skipped. A difference from
+/// the baseline has no ratio.
 fn completed(mut bar: Value) -> Value {
     let (value, baseline) = (bar["value"].as_f64(), bar["baseline_value"].as_f64());
+    let is_difference = bar["unit"].as_str().is_some_and(|unit| unit.ends_with(" more"));
     bar["ratio"] = match (value, baseline) {
-        (Some(value), Some(baseline)) if baseline != 0.0 => (value / baseline).into(),
+        (Some(value), Some(baseline)) if baseline != 0.0 && !is_difference => {
+            (value / baseline).into()
+        }
         _ => Value::Null,
     };
     if value.is_none() {

@@ -16,7 +16,7 @@ h1 { font-size: 1.4em } h2 { font-size: 1.15em; margin-top: 1.6em }
 table { border-collapse: collapse; width: 100% }
 th, td { text-align: left; vertical-align: top; padding: 4px 10px 4px 0;
   border-bottom: 1px solid var(--line) }
-.number { white-space: nowrap } .soft, details { color: var(--soft); font-size: 0.9em }
+.soft, details { color: var(--soft); font-size: 0.9em }
 .MISSED, .worse { color: var(--bad); font-weight: 600 } .met { color: var(--good) }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 12px } dd { margin: 0 }
 @media (max-width: 640px) {
@@ -141,14 +141,14 @@ fn row(bar: &Value) -> String {
             .collect::<Vec<_>>()
             .join(", "),
     ];
-    let cells: String = HEADS[1..]
-        .iter()
-        .zip(&cells)
-        .map(|(head, cell)| match cell.is_empty() {
+    let cell = |(head, cell): (&&str, &String)| {
+        let class = if matches!(*head, "figure" | "verdict") { verdict } else { "" };
+        match cell.is_empty() {
             true => "<td></td>".to_string(),
-            false => format!("<td data-label=\"{head}\" class=\"{verdict}\">{}</td>", escape(cell)),
-        })
-        .collect();
+            false => format!("<td data-label=\"{head}\" class=\"{class}\">{}</td>", escape(cell)),
+        }
+    };
+    let cells: String = HEADS[1..].iter().zip(&cells).map(cell).collect();
     let note = bar["skip"].as_str().unwrap_or(string(bar, "note"));
     let note = match note.is_empty() {
         true => String::new(),
