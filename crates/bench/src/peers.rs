@@ -150,7 +150,7 @@ impl Runner for Ours {
 
 #[cfg(feature = "peers")]
 mod others {
-    use std::hash::{BuildHasher, BuildHasherDefault, Hasher};
+    use std::hash::{BuildHasher, BuildHasherDefault, Hasher, RandomState};
     use std::num::NonZeroUsize;
 
     use super::{ENTRIES, Load, Runner};
@@ -252,6 +252,26 @@ mod others {
         }
     }
 
+    impl<S: BuildHasher + Send + Sync + 'static> Peer for foyer_memory::Cache<u64, u64, S> {
+        const PART: usize = 4;
+
+        fn get(&mut self, id: u64) -> Option<u64> {
+            foyer_memory::Cache::get(self, &id).map(|entry| *entry.value())
+        }
+
+        fn put(&mut self, id: u64) {
+            self.insert(id, id);
+        }
+    }
+
+    /// One shard, as one thread uses it.
+    fn foyer<S: BuildHasher + Send + Sync + 'static>(hasher: S) -> impl Peer + 'static {
+        let builder = foyer_memory::CacheBuilder::new(ENTRIES).with_shards(1);
+        let builder = builder.with_eviction_config(foyer_memory::LruConfig::default());
+        let cache: foyer_memory::Cache<u64, u64, S> = builder.with_hash_builder(hasher).build();
+        cache
+    }
+
     /// The single-threaded form without locks.
     fn quick<S: BuildHasher + 'static>(hasher: S) -> impl Peer + 'static {
         let (weighter, life) = (quick_cache::UnitWeighter, Default::default());
@@ -263,7 +283,7 @@ mod others {
         let entries = NonZeroUsize::new(ENTRIES).unwrap_or(NonZeroUsize::MIN);
         let length = || schnellru::ByLength::new(ENTRIES as u32);
         let same = Identity::default;
-        let moka = moka::sync::Cache::builder().max_capacity(ENTRIES as u64);
+        let moka = || moka::sync::Cache::builder().max_capacity(ENTRIES as u64);
         vec![
             Box::new(Named("quick_cache", quick(quick_cache::DefaultHashBuilder::default()))),
             Box::new(Named("quick_cache, ids as hashes", quick(same()))),
@@ -280,7 +300,10 @@ mod others {
                 "lru, ids as hashes",
                 lru::LruCache::<u64, u64, _>::with_hasher(entries, same()),
             )),
-            Box::new(Named("moka", moka.build_with_hasher(same()))),
+            Box::new(Named("foyer lru", foyer(RandomState::new()))),
+            Box::new(Named("foyer lru, ids as hashes", foyer(same()))),
+            Box::new(Named("moka", moka().build())),
+            Box::new(Named("moka, ids as hashes", moka().build_with_hasher(same()))),
         ]
     }
 }
