@@ -159,14 +159,16 @@ print(json.dumps({row[0]: row[1][1:] for row in rows
                   if row and row[0] in ("foyer-memory", "lru", "moka", "quick_cache", "schnellru")}))')"
 }
 
-# A program of this folder that compares with one package.
-program() { # FILE SIDE PACKAGE
-    if [ ! -f "$here/$1" ]; then
-        skip "${1%.py}" "$2" "$1 is not in this version"
-    elif ! "$python" -c "import ${3//-/_}" 2>/dev/null && ! pip "$3"; then
-        skip "${1%.py}" "$2" "the package $3 cannot be had"
+# A program of this folder, which may be absent, and the packages that it compares with.
+program() { # FILE SIDE PACKAGE...
+    local file=$1 side=$2
+    shift 2
+    if [ ! -f "$here/$file" ]; then
+        skip "${file%.py}" "$side" "$file is not in this version"
+    elif ! pip --no-deps "$@"; then
+        skip "${file%.py}" "$side" "$* cannot be had"
     else
-        measure "$python" "$here/$1" "$work/data" "${quick[@]}" | python3 "$here/record.py" convert "$(versions "$3")"
+        measure "$python" "$here/$file" "$work/data" "${quick[@]}" | python3 "$here/record.py" convert "$(versions "$@")"
     fi
 }
 
@@ -178,8 +180,8 @@ program() { # FILE SIDE PACKAGE
     if wants caches moka quick_cache foyer schnellru lru; then caches; fi
     if wants libcachesim; then libcachesim; fi
     if wants torch ggml; then
-        if torch; then program attention.py torch torch; else skip attention torch "$no_torch"; fi
+        if torch; then program attention.py torch numpy; else skip attention torch "$no_torch"; fi
     fi
-    if wants runai; then program load.py "Run:ai Model Streamer" runai-model-streamer; fi
+    if wants runai; then program load.py "Run:ai Model Streamer" runai-model-streamer safetensors; fi
 } | tee "$work/peers.jsonl"
 [ -z "$save" ] || python3 "$here/record.py" save "$work/peers.jsonl" --about "$save"
