@@ -190,7 +190,8 @@ impl StoreState {
         let spec = &self.transfers.table[number].spec;
         let (request, kind, table) = (spec.context, spec.kind, spec.table);
         let rows = &mut self.tables[table as usize];
-        let mut new = Vec::new();
+        let mut new = std::mem::take(&mut self.eviction.new);
+        new.clear();
         for &slot in slots {
             if arrives_in_host(rows, slot, kind) && !rows.has(slot, note::IN_HOST) {
                 rows.set(slot, note::IN_HOST);
@@ -198,16 +199,18 @@ impl StoreState {
             }
         }
         if new.is_empty() || self.eviction.host.insert(self.now_ns, &request, &new) {
+            self.eviction.new = new;
             slots.iter().for_each(|&slot| self.note_held(table, slot));
             return;
         }
         // The policy is full. Each chunk is inserted when its cells have arrived.
         let rows = &mut self.tables[table as usize];
-        for id in new {
-            if let Some(slot) = rows.chunks.find_id(id.id) {
+        for one in &new {
+            if let Some(slot) = rows.chunks.find_id(one.id) {
                 rows.clear(slot, note::IN_HOST);
             }
         }
+        self.eviction.new = new;
     }
 
     /// Inserts the cells that a transfer brings into memory.
@@ -570,6 +573,8 @@ pub(super) struct Eviction {
     /// When the last of them was refused.
     pub(super) refused_ns: u64,
     pub(super) reclaim_targets: ReclaimTargets,
+    /// Buffer for objects that enter a policy.
+    new: Vec<NewObject>,
     /// Buffer for policy ids.
     ids: Vec<u64>,
     /// Buffer for victims.
@@ -590,6 +595,7 @@ impl Eviction {
             refusals: 0,
             refused_ns: 0,
             reclaim_targets: ReclaimTargets::default(),
+            new: Vec::new(),
             ids: Vec::new(),
             victims: Vec::new(),
             dropped: Vec::new(),

@@ -463,27 +463,27 @@ impl StoreState {
             let all = self.session(at)?.path.tokens().len() as u64;
             cell_range.tokens = all.saturating_sub(cell_range.first_token);
         }
-        let (first, end, tail) = self.chunks_of(at, cell_range.first_token, cell_range.tokens)?;
+        let CellRange { first_token, tokens, first_layer, layers, by_layer, wanted, views, after } =
+            cell_range;
+        let (first, end, tail) = self.chunks_of(at, first_token, tokens)?;
         let namespace = self.session(at)?.namespace;
         let table = self.namespaces[namespace as usize].table;
-        if kind == TransferKind::Put && cell_range.wanted != Wanted::All {
+        if kind == TransferKind::Put && wanted != Wanted::All {
             fail!(Invalid, "a put needs all cells of its layers and tokens: Wanted::All");
         }
         let all = (end - first + usize::from(tail)) as u32;
-        let picked = match &cell_range.wanted {
+        let picked = match &wanted {
             Wanted::Chunks(picked) => Some(&picked[..]),
             _ => None,
         };
         let each = u64::from(self.tables[table as usize].layout.chunk_tokens());
-        let tokens = match picked {
-            Some(picked) => tokens_of(picked, all, cell_range.tokens, each)?,
-            None => cell_range.tokens,
+        let moved = match picked {
+            Some(picked) => tokens_of(picked, all, tokens, each)?,
+            None => tokens,
         };
-        let tokens = u32::try_from(tokens).map_err(|_| Status::Limit)?;
+        let moved = u32::try_from(moved).map_err(|_| Status::Limit)?;
         let chunks = picked.map_or(all, |picked| picked.len() as u32);
-        let views = std::mem::take(&mut cell_range.views);
-        let CellRange { first_layer, layers, by_layer, wanted, after, .. } = &cell_range;
-        self.check_views((table, kind), &views, *first_layer, tokens, chunks)?;
+        self.check_views((table, kind), &views, first_layer, moved, chunks)?;
         let context = self.session(at)?.context;
         let mut spec = TransferSpec {
             table,
@@ -494,13 +494,13 @@ impl StoreState {
             level,
             slots: Vec::new(),
             requested: Vec::new(),
-            first_layer: *first_layer,
-            layers: *layers,
-            by_layer: *by_layer,
+            first_layer,
+            layers,
+            by_layer,
             by_chunk: false,
             needed_from: Vec::new(),
             views,
-            after: *after,
+            after,
             ticket,
         };
         // Checked before rows are added: a request that is refused must evict nothing.
@@ -514,10 +514,10 @@ impl StoreState {
             spec.requested = self.ids_of(at, first, end, tail)?;
         }
         pick(&mut spec.requested, picked);
-        if *wanted == Wanted::Needed {
+        if wanted == Wanted::Needed {
             let layout = &self.tables[table as usize].layout;
-            let end = cell_range.first_token + cell_range.tokens;
-            let of = *first_layer..first_layer + layers;
+            let end = first_token + tokens;
+            let of = first_layer..first_layer + layers;
             spec.needed_from = needed_from(layout, of, first as u64, end);
         }
         self.submit(spec)
