@@ -7,6 +7,7 @@ mod abi;
 mod all;
 mod attention;
 mod bar;
+mod callers;
 mod count;
 mod device;
 mod device_files;
@@ -139,10 +140,11 @@ fn main() -> ExitCode {
 
 type Group = fn(quick: bool) -> Vec<Bar>;
 
-const GROUPS: [(&str, &str, Group); 14] = [
+const GROUPS: [(&str, &str, Group); 15] = [
     ("abi", "calls through the C boundary, ops and queues", abi::run),
     ("attention", "kernels on one core, beside its multiply-adds and its reading", attention::run),
     ("cache", "lookups and inserts at a million entries, beside other caches", peers::run),
+    ("callers", "several callers of one store, beside one", callers::run),
     ("device", "copies and kernels of a GPU, beside one large copy", device::run),
     ("disk", "transfers, appends and reads of the disk tier, beside plain calls", disk::run),
     ("lab", "replaying a trace on one thread", lab::run),
