@@ -111,20 +111,18 @@ impl Ghosts {
         if self.ghosts.is_empty() {
             return;
         }
-        self.remove(id);
-        if self.len() >= self.most {
-            self.pop_oldest();
-        }
-        let slot = if self.free == NONE {
-            self.fresh += 1;
-            self.fresh - 1
-        } else {
-            let slot = self.free;
-            self.free = self.ghosts[slot as usize].older;
-            slot
+        let slot = match self.find(id) {
+            Some(slot) => {
+                self.unlink(slot);
+                slot
+            }
+            None => {
+                let slot = self.vacant();
+                let fits = self.index.insert(id, slot);
+                assert!(fits, "room was made");
+                slot
+            }
         };
-        let fits = self.index.insert(id, slot);
-        assert!(fits, "room was made");
         self.ghosts[slot as usize] = Ghost { id, older: self.newest, newer: NONE, units, data };
         match self.newest {
             NONE => self.oldest = slot,
@@ -132,6 +130,29 @@ impl Ghosts {
         }
         self.newest = slot;
         self.units += u64::from(units);
+        // A bound may have become smaller.
+        if self.len() > self.most {
+            self.pop_oldest();
+        }
+    }
+
+    /// A slot for a new id: that of the oldest id if the list is full.
+    #[inline]
+    fn vacant(&mut self) -> Slot {
+        if self.len() >= self.most {
+            let slot = self.oldest;
+            let Ghost { id, .. } = self.unlink(slot);
+            self.index.remove(id, |s| s == slot);
+            self.prefetch_oldest();
+            return slot;
+        }
+        if self.free == NONE {
+            self.fresh += 1;
+            return self.fresh - 1;
+        }
+        let slot = self.free;
+        self.free = self.ghosts[slot as usize].older;
+        slot
     }
 
     /// Removes an id; returns its size and note.
@@ -148,15 +169,24 @@ impl Ghosts {
         }
         let id = self.ghosts[slot as usize].id;
         self.take(slot);
-        // Usually the next id to be removed, some calls later.
-        if let Some(next) = self.ghosts.get(self.oldest as usize) {
-            self.index.prefetch(next.id);
-        }
+        self.prefetch_oldest();
         Some(id)
     }
 
-    fn take(&mut self, slot: Slot) -> (u32, u32) {
-        let Ghost { id, older, newer, units, data } = self.ghosts[slot as usize];
+    /// Prefetches the index bucket of the oldest id: usually the next to be removed, some calls
+    /// later.
+    #[inline]
+    fn prefetch_oldest(&self) {
+        if let Some(next) = self.ghosts.get(self.oldest as usize) {
+            self.index.prefetch(next.id);
+        }
+    }
+
+    /// Takes an entry out of the order; returns what it was.
+    #[inline]
+    fn unlink(&mut self, slot: Slot) -> Ghost {
+        let ghost = self.ghosts[slot as usize];
+        let Ghost { older, newer, units, .. } = ghost;
         match newer {
             NONE => self.newest = older,
             newer => self.ghosts[newer as usize].older = older,
@@ -165,9 +195,14 @@ impl Ghosts {
             NONE => self.oldest = newer,
             older => self.ghosts[older as usize].newer = newer,
         }
+        self.units -= u64::from(units);
+        ghost
+    }
+
+    fn take(&mut self, slot: Slot) -> (u32, u32) {
+        let Ghost { id, units, data, .. } = self.unlink(slot);
         self.index.remove(id, |s| s == slot);
         self.ghosts[slot as usize].older = std::mem::replace(&mut self.free, slot);
-        self.units -= u64::from(units);
         (units, data)
     }
 

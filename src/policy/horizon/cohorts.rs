@@ -5,7 +5,7 @@
 use crate::base::status::Result;
 use crate::base::zeroed::{Zeroable, Zeroed};
 use crate::fail;
-use crate::meta::index::Slot;
+use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Objects;
 use crate::policy::horizon::classes::CLASSES;
 use crate::policy::horizon::hazard::Hazards;
@@ -18,6 +18,10 @@ const STEP: f64 = 1.1;
 
 /// The bin of a weight relative to the usual one.
 pub fn weight_bin(relative: f64) -> u8 {
+    // Most objects are full.
+    if relative == 1.0 {
+        return MIDDLE as u8;
+    }
     let steps = relative.max(1e-9).ln() / STEP.ln();
     (steps.round() + MIDDLE).clamp(0.0, (WEIGHTS - 1) as f64) as u8
 }
@@ -78,7 +82,27 @@ pub struct Cohorts {
     free: Vec<u32>,
     queues: Zeroed<Queue>,
     weights: [f32; WEIGHTS],
+    refreshed: Refreshed,
+    victim: Victim,
 }
+
+/// The cohort whose score was computed last, from this time of its first use. Computed again at the
+/// same time, the score would be the same.
+#[derive(Clone, Copy)]
+struct Refreshed {
+    at: u32,
+    oldest_ns: i64,
+    now: i64,
+}
+
+/// The last victim, and its score when it was chosen.
+struct Victim {
+    slot: Slot,
+    score: f32,
+    now: i64,
+}
+
+const NOT_REFRESHED: Refreshed = Refreshed { at: NO_COHORT, oldest_ns: 0, now: 0 };
 
 impl Cohorts {
     /// No cohorts yet.
@@ -91,6 +115,8 @@ impl Cohorts {
             free: Vec::new(),
             queues: Zeroed::new(CLASSES * WEIGHTS)?,
             weights,
+            refreshed: NOT_REFRESHED,
+            victim: Victim { slot: NONE, score: 0.0, now: 0 },
         })
     }
 
@@ -162,6 +188,7 @@ impl Cohorts {
                 (self.cohorts.len() - 1) as u32
             }
         };
+        self.refreshed = NOT_REFRESHED;
         let queue = &mut self.queues[Self::queue(class, weight)];
         let newer = match older {
             NO_COHORT => std::mem::replace(&mut queue.oldest, at),
@@ -215,6 +242,7 @@ impl Cohorts {
             NO_COHORT => queue.newest = older,
             newer => self.cohorts[newer as usize].older = older,
         }
+        self.refreshed = NOT_REFRESHED;
         self.cohorts[at as usize].live = false;
         self.scores.set(at, f32::INFINITY);
         self.due.set(at, i64::MAX);
@@ -256,11 +284,27 @@ impl Cohorts {
         let soon = ((age as f64 * STALE) as i64).max(SHORTEST_NS);
         self.scores.set(at, score);
         self.due.set(at, now + soon);
+        self.refreshed = Refreshed { at, oldest_ns, now };
+    }
+
+    /// Whether a refresh of a cohort from the time of its coldest object would change nothing.
+    #[inline]
+    fn is_exact(&self, objects: &Objects, at: u32, now: i64) -> bool {
+        let Refreshed { at: last, oldest_ns, now: then } = self.refreshed;
+        let coldest = self.cohorts[at as usize].prev;
+        last == at && then == now && coldest & END == 0 && objects.node(coldest).stamp == oldest_ns
     }
 
     /// A score of a class, multiplied by a weight.
     pub fn weighted(&self, score: f32, weight: u8) -> f64 {
         f64::from(score * self.weights[usize::from(weight)])
+    }
+
+    /// The score of the last victim, if it is this object, chosen now.
+    #[inline]
+    pub fn score_of_victim(&self, slot: Slot, now: i64) -> Option<f64> {
+        let last = &self.victim;
+        (last.slot == slot && last.now == now).then(|| f64::from(last.score))
     }
 
     /// Recomputes the scores of a class whose hazards changed. That happens each time an eighth of
@@ -307,7 +351,7 @@ impl Cohorts {
             if self.scores.get(at) == f32::INFINITY {
                 return None;
             }
-            if checked != at {
+            if checked != at && !self.is_exact(objects, at, now) {
                 checked = at;
                 self.refresh(objects, hazards, at, now, true);
                 continue;
@@ -321,6 +365,7 @@ impl Cohorts {
             self.unlink(objects, slot);
             objects.node_mut(slot).set_held(true);
             if !blocked {
+                self.victim = Victim { slot, score: self.scores.get(at), now };
                 return Some(slot);
             }
             checked = NO_COHORT;
@@ -387,6 +432,7 @@ impl Cohorts {
         };
         self.link(objects, slot, hotter, colder);
         self.due.set(at, i64::MIN);
+        self.refreshed = NOT_REFRESHED;
     }
 
     /// Checks that the rings are consistent and contain every object that is not held.

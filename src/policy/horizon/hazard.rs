@@ -18,16 +18,23 @@ pub fn age_bucket(age_ns: i64) -> usize {
     (1 + 2 * octave + usize::from(half)).min(AGES - 1)
 }
 
-/// The start of a bucket.
-pub fn age_start_ns(bucket: usize) -> i64 {
-    match bucket {
-        0 => 0,
-        b => {
-            let whole = FIRST_NS << ((b - 1) / 2);
-            let half = (b - 1) % 2 == 1;
-            if half { (whole as f64 * std::f64::consts::SQRT_2) as i64 + 1 } else { whole }
-        }
+/// The start of each bucket.
+const STARTS_NS: [i64; AGES] = {
+    let (mut starts, mut bucket) = ([0; AGES], 1);
+    while bucket < AGES {
+        let whole = FIRST_NS << ((bucket - 1) / 2);
+        let is_half = (bucket - 1) % 2 == 1;
+        let half = (whole as f64 * std::f64::consts::SQRT_2) as i64 + 1;
+        starts[bucket] = if is_half { half } else { whole };
+        bucket += 1;
     }
+    starts
+};
+
+/// The start of a bucket.
+#[inline]
+pub fn age_start_ns(bucket: usize) -> i64 {
+    STARTS_NS[bucket]
 }
 
 /// Position of a waiting time among the buckets as a real number, for the interpolation of scores.
@@ -52,6 +59,14 @@ struct Row {
     entered: [f32; AGES],
     /// Waits that a use ended in the bucket.
     ended: [f32; AGES],
+}
+
+impl Row {
+    /// Makes older counts weigh half.
+    #[cold]
+    fn forget(&mut self) {
+        self.entered.iter_mut().chain(&mut self.ended).for_each(|n| *n *= 0.5);
+    }
 }
 
 /// The counts, and the scores computed from them.
@@ -99,12 +114,13 @@ impl Hazards {
     /// A wait of a class reached a bucket.
     pub fn enter(&mut self, class: u16, bucket: usize) {
         for row in rows(class) {
-            self.rows[row].entered[bucket] += 1.0;
+            let row = &mut self.rows[row];
+            row.entered[bucket] += 1.0;
+            if bucket == 0 && row.entered[0] > 2.0 * MEMORY_WAITS {
+                row.forget();
+            }
         }
         self.fresh[usize::from(class)] += 1.0;
-        if bucket == 0 {
-            self.forget(class);
-        }
     }
 
     /// Takes back that a wait of a class reached a bucket: the wait belongs to another class, or
@@ -122,15 +138,6 @@ impl Hazards {
             self.rows[row].ended[bucket] += 1.0;
         }
         self.fresh[usize::from(class)] += 1.0;
-    }
-
-    fn forget(&mut self, class: u16) {
-        for row in rows(class) {
-            let row = &mut self.rows[row];
-            if row.entered[0] > 2.0 * MEMORY_WAITS {
-                row.entered.iter_mut().chain(&mut row.ended).for_each(|n| *n *= 0.5);
-            }
-        }
     }
 
     /// Checks the next few classes and fits one with new data. Returns that class.

@@ -177,8 +177,7 @@ impl Horizon {
         }
     }
 
-    fn place(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        let class = class(self.traits[slot as usize]);
+    fn place(&mut self, objects: &mut Objects, slot: Slot, class: u16, now: i64) {
         let weight = self.weights[slot as usize];
         let node = objects.node_mut(slot);
         node.stamp = now;
@@ -250,10 +249,9 @@ impl Policy for Horizon {
             }
         };
         self.weights[slot as usize] = self.weigh(objects, slot);
-        self.watch.end(&mut self.hazards, id, now);
         let class = class(self.traits[slot as usize]);
         self.watch.begin(&mut self.hazards, id, class, now);
-        self.place(objects, slot, now);
+        self.place(objects, slot, class, now);
     }
 
     /// Does not replay the uses: they would end waits of zero length.
@@ -271,7 +269,7 @@ impl Policy for Horizon {
             self.watch.begin(&mut self.hazards, id, class, now);
         }
         self.hazards.fit_new(class);
-        self.place(objects, slot, now);
+        self.place(objects, slot, class, now);
     }
 
     fn lessons(&mut self, leaving: bool) -> Option<Lessons> {
@@ -304,9 +302,9 @@ impl Policy for Horizon {
         self.take(objects, slot);
         let traits = self.traits[slot as usize].used(gap);
         self.traits[slot as usize] = traits;
-        self.watch.end(&mut self.hazards, id, now);
-        self.watch.begin(&mut self.hazards, id, class(traits), now);
-        self.place(objects, slot, now);
+        let class = class(traits);
+        self.watch.begin(&mut self.hazards, id, class, now);
+        self.place(objects, slot, class, now);
     }
 
     fn miss(&mut self, _objects: &Objects, id: u64, now: i64) {
@@ -379,6 +377,9 @@ impl Policy for Horizon {
     }
 
     fn score(&self, objects: &Objects, slot: Slot, now: i64) -> f64 {
+        if let Some(score) = self.cohorts.score_of_victim(slot, now) {
+            return score;
+        }
         let age = now - objects.node(slot).stamp;
         let class = class(self.traits[slot as usize]);
         self.cohorts.weighted(self.hazards.score(class, age), self.weights[slot as usize])

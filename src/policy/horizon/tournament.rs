@@ -3,7 +3,9 @@
 
 /// Keys by index, and the index of the lowest one.
 pub struct Tournament<K> {
+    /// A power of two; behind the last key they are the highest.
     keys: Vec<K>,
+    len: usize,
     /// Winners: of all keys at 1, of the halves at 2 and 3, and so on.
     winners: Vec<u32>,
     highest: K,
@@ -12,16 +14,16 @@ pub struct Tournament<K> {
 impl<K: Copy + PartialOrd> Tournament<K> {
     /// No keys; `highest` loses against all others.
     pub fn new(highest: K) -> Tournament<K> {
-        Tournament { keys: vec![highest], winners: vec![0; 2], highest }
+        Tournament { keys: vec![highest], len: 1, winners: vec![0; 2], highest }
     }
 
     /// Adds one key, the highest.
     pub fn grow(&mut self) {
-        let places = self.winners.len() / 2;
-        self.keys.push(self.highest);
-        if self.keys.len() > places {
-            self.winners = vec![0; places * 4];
-            let places = places * 2;
+        self.len += 1;
+        if self.len > self.keys.len() {
+            let places = self.keys.len() * 2;
+            self.keys.resize(places, self.highest);
+            self.winners = vec![0; places * 2];
             for i in 0..places {
                 self.winners[places + i] = i as u32;
             }
@@ -33,8 +35,7 @@ impl<K: Copy + PartialOrd> Tournament<K> {
 
     #[inline]
     fn better(&self, a: u32, b: u32) -> u32 {
-        let key = |i: u32| self.keys.get(i as usize).copied().unwrap_or(self.highest);
-        if key(b) < key(a) { b } else { a }
+        if self.keys[b as usize] < self.keys[a as usize] { b } else { a }
     }
 
     /// The key at an index.
@@ -47,9 +48,14 @@ impl<K: Copy + PartialOrd> Tournament<K> {
     #[inline]
     pub fn set(&mut self, at: u32, key: K) {
         self.keys[at as usize] = key;
-        let mut up = (self.winners.len() / 2 + at as usize) / 2;
+        let mut up = (self.keys.len() + at as usize) / 2;
         while up > 0 {
-            self.winners[up] = self.better(self.winners[2 * up], self.winners[2 * up + 1]);
+            let winner = self.better(self.winners[2 * up], self.winners[2 * up + 1]);
+            let before = std::mem::replace(&mut self.winners[up], winner);
+            if before == winner && winner != at {
+                // Another key wins as before, so nothing changes above.
+                return;
+            }
             up /= 2;
         }
     }

@@ -32,6 +32,8 @@ pub struct Watch {
     waits: Zeroed<Wait>,
     index: Index,
     queues: [Queue; AGES],
+    /// A bit for each queue that is not empty.
+    occupied: u64,
     free: Slot,
     fresh: Slot,
     /// An id is watched if this many low bits of its hash are 0. The high bits determine its
@@ -43,6 +45,8 @@ pub struct Watch {
 /// Most waits moved to the next bucket in one call.
 const MOVES: usize = 24;
 
+const _: () = assert!(AGES <= u64::BITS as usize);
+
 impl Watch {
     /// An empty watch for `limit` waits.
     pub fn new(limit: usize) -> Result<Watch> {
@@ -50,6 +54,7 @@ impl Watch {
             waits: Zeroed::new(limit)?,
             index: Index::new(limit)?,
             queues: [Queue { oldest: NONE, newest: NONE }; AGES],
+            occupied: 0,
             free: NONE,
             fresh: 0,
             shift: 0,
@@ -112,6 +117,7 @@ impl Watch {
         let newest = std::mem::replace(&mut queue.newest, slot);
         if newest == NONE {
             queue.oldest = slot;
+            self.occupied |= 1 << bucket;
         } else {
             self.waits[newest as usize].newer = slot;
         }
@@ -130,6 +136,9 @@ impl Watch {
             NONE => queue.oldest = newer,
             older => self.waits[older as usize].newer = newer,
         }
+        if newer == NONE && older == NONE {
+            self.occupied &= !(1 << bucket);
+        }
     }
 
     fn drop_wait(&mut self, slot: Slot) {
@@ -139,36 +148,50 @@ impl Watch {
         self.waits[slot as usize].older = std::mem::replace(&mut self.free, slot);
     }
 
-    /// Starts the wait of an object.
+    /// Starts the wait of an object that is used, and ends the one before.
     pub fn begin(&mut self, hazards: &mut Hazards, id: u64, class: u16, now: i64) {
-        if !self.is_sampled(id) || self.waits.is_empty() {
-            return;
+        let before = self.find(id);
+        if let Some(slot) = before {
+            self.count_end(hazards, slot, now);
         }
-        if let Some(slot) = self.find(id) {
-            self.drop_wait(slot);
-        }
-        if self.len() == self.waits.len() {
-            let longest = self.queues.iter().rev().find(|q| q.oldest != NONE);
-            if let Some(slot) = longest.map(|q| q.oldest) {
-                self.drop_wait(slot);
-            }
-        }
-        let slot = match self.free {
-            NONE => {
-                self.fresh += 1;
-                self.fresh - 1
-            }
-            slot => {
-                self.free = self.waits[slot as usize].older;
+        let watches = self.is_sampled(id) && !self.waits.is_empty();
+        let slot = match before {
+            Some(slot) if watches => {
+                self.unlink(slot);
                 slot
             }
+            Some(slot) => return self.drop_wait(slot),
+            None if watches => {
+                let slot = self.vacant();
+                let fits = self.index.insert(id, slot);
+                assert!(fits, "room was made");
+                slot
+            }
+            None => return,
         };
-        let fits = self.index.insert(id, slot);
-        assert!(fits, "room was made");
         self.waits[slot as usize] =
             Wait { id, start_ns: now, older: NONE, newer: NONE, class, bucket: 0, reserved: 0 };
         self.push(slot, 0);
         hazards.enter(class, 0);
+    }
+
+    /// A slot for a new wait: that of the longest wait if all are in use.
+    #[inline]
+    fn vacant(&mut self) -> Slot {
+        if self.len() == self.waits.len() {
+            let slot = self.queues[self.occupied.ilog2() as usize].oldest;
+            self.unlink(slot);
+            let id = self.waits[slot as usize].id;
+            self.index.remove(id, |s| s == slot);
+            return slot;
+        }
+        if self.free == NONE {
+            self.fresh += 1;
+            return self.fresh - 1;
+        }
+        let slot = self.free;
+        self.free = self.waits[slot as usize].older;
+        slot
     }
 
     /// Changes the class of a wait shortly after its start.
@@ -182,20 +205,27 @@ impl Watch {
         }
     }
 
-    /// Ends the wait of an object that is used, if it is watched.
+    /// Ends the wait of an object that is requested, if it is watched.
     pub fn end(&mut self, hazards: &mut Hazards, id: u64, now: i64) {
         let Some(slot) = self.find(id) else { return };
+        self.count_end(hazards, slot, now);
+        self.drop_wait(slot);
+    }
+
+    fn count_end(&self, hazards: &mut Hazards, slot: Slot, now: i64) {
         let Wait { start_ns, class, bucket, .. } = self.waits[slot as usize];
         let last = age_bucket(now - start_ns);
         (usize::from(bucket) + 1..=last).for_each(|b| hazards.enter(class, b));
         hazards.end(class, last);
-        self.drop_wait(slot);
     }
 
     /// Moves some waits to the next bucket, one bucket per call.
     pub fn age(&mut self, hazards: &mut Hazards, now: i64) {
         let bucket = self.hand;
         self.hand = if bucket + 2 == AGES { 0 } else { bucket + 1 };
+        if self.occupied & 1 << bucket == 0 {
+            return;
+        }
         let limit = age_start_ns(bucket + 1);
         for _ in 0..MOVES {
             let slot = self.queues[bucket].oldest;
