@@ -30,29 +30,33 @@ pub struct Ghosts {
     newest: Slot,
     oldest: Slot,
     units: u64,
-    /// The current limit.
+    /// The current limit, and the greatest one.
     most: usize,
+    limit: usize,
 }
 
 impl Ghosts {
     /// An empty list for at most `limit` ids.
     pub fn new(limit: usize) -> Result<Ghosts> {
+        // An id is added before the oldest one is removed.
+        let entries = if limit > 0 { limit + 1 } else { 0 };
         Ok(Ghosts {
-            ghosts: Zeroed::new(limit)?,
-            index: Index::new(limit)?,
+            ghosts: Zeroed::new(entries)?,
+            index: Index::new(entries)?,
             free: NONE,
             fresh: 0,
             newest: NONE,
             oldest: NONE,
             units: 0,
             most: limit,
+            limit,
         })
     }
 
     /// Limits the list to `most` ids, at least 1. Excess ids are removed gradually, oldest first.
     /// If few objects fit, old ids say little and would use more memory than the objects.
     pub fn bound(&mut self, most: usize) {
-        self.most = most.clamp(1, self.ghosts.len().max(1));
+        self.most = most.clamp(1, self.limit.max(1));
         for _ in 0..PRUNED.min(self.len().saturating_sub(self.most)) {
             self.pop_oldest();
         }
@@ -111,15 +115,20 @@ impl Ghosts {
         if self.ghosts.is_empty() {
             return;
         }
-        let slot = match self.find(id) {
-            Some(slot) => {
-                self.unlink(slot);
-                slot
+        let recycled = self.free != NONE;
+        let vacant = if recycled { self.free } else { self.fresh };
+        let Ghosts { index, ghosts, .. } = self;
+        let slot = match index.insert_new(id, vacant, |slot| ghosts[slot as usize].id == id) {
+            Ok(()) => {
+                match recycled {
+                    true => self.free = self.ghosts[vacant as usize].older,
+                    false => self.fresh += 1,
+                }
+                vacant
             }
-            None => {
-                let slot = self.vacant();
-                let fits = self.index.insert(id, slot);
-                assert!(fits, "room was made");
+            Err(slot) => {
+                assert!(slot != NONE, "one more id than the limit fits");
+                self.unlink(slot);
                 slot
             }
         };
@@ -130,29 +139,9 @@ impl Ghosts {
         }
         self.newest = slot;
         self.units += u64::from(units);
-        // A bound may have become smaller.
         if self.len() > self.most {
             self.pop_oldest();
         }
-    }
-
-    /// A slot for a new id: that of the oldest id if the list is full.
-    #[inline]
-    fn vacant(&mut self) -> Slot {
-        if self.len() >= self.most {
-            let slot = self.oldest;
-            let Ghost { id, .. } = self.unlink(slot);
-            self.index.remove(id, |s| s == slot);
-            self.prefetch_oldest();
-            return slot;
-        }
-        if self.free == NONE {
-            self.fresh += 1;
-            return self.fresh - 1;
-        }
-        let slot = self.free;
-        self.free = self.ghosts[slot as usize].older;
-        slot
     }
 
     /// Removes an id; returns its size and note.
@@ -169,17 +158,11 @@ impl Ghosts {
         }
         let id = self.ghosts[slot as usize].id;
         self.take(slot);
-        self.prefetch_oldest();
-        Some(id)
-    }
-
-    /// Prefetches the index bucket of the oldest id: usually the next to be removed, some calls
-    /// later.
-    #[inline]
-    fn prefetch_oldest(&self) {
+        // Usually the next id to be removed, some calls later.
         if let Some(next) = self.ghosts.get(self.oldest as usize) {
             self.index.prefetch(next.id);
         }
+        Some(id)
     }
 
     /// Takes an entry out of the order; returns what it was.

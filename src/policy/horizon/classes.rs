@@ -94,6 +94,7 @@ const MIDDLE: usize = COARSE * STOPS;
 const FINE: usize = MIDDLE * DEPTHS;
 
 /// The class of an object.
+#[inline]
 pub fn class(traits: Traits) -> u16 {
     let uses = match traits.uses {
         n @ 0..=2 => usize::from(n),
@@ -107,6 +108,7 @@ pub fn class(traits: Traits) -> u16 {
 }
 
 /// The rows in which a class counts, the coarsest first.
+#[inline]
 pub fn rows(class: u16) -> [usize; LEVELS] {
     let class = usize::from(class);
     let fine = class / WAITS;

@@ -111,16 +111,22 @@ impl Hazards {
         hazards
     }
 
-    /// A wait of a class reached a bucket.
-    pub fn enter(&mut self, class: u16, bucket: usize) {
+    /// Waits of a class reached a bucket.
+    #[inline]
+    pub fn enter(&mut self, class: u16, bucket: usize, waits: usize) {
+        if waits == 0 {
+            return;
+        }
+        // Counts are fractions after a while, so that a sum depends on its steps.
+        let add = |count: &mut f32| (0..waits).for_each(|_| *count += 1.0);
         for row in rows(class) {
             let row = &mut self.rows[row];
-            row.entered[bucket] += 1.0;
+            add(&mut row.entered[bucket]);
             if bucket == 0 && row.entered[0] > 2.0 * MEMORY_WAITS {
                 row.forget();
             }
         }
-        self.fresh[usize::from(class)] += 1.0;
+        add(&mut self.fresh[usize::from(class)]);
     }
 
     /// Takes back that a wait of a class reached a bucket: the wait belongs to another class, or
@@ -250,9 +256,9 @@ mod tests {
         let (returns, dies) = (0u16, (CLASSES - 1) as u16);
         let minute = age_bucket(60_000_000_000);
         for _ in 0..2000 {
-            (0..=minute).for_each(|b| hazards.enter(returns, b));
+            (0..=minute).for_each(|b| hazards.enter(returns, b, 1));
             hazards.end(returns, minute);
-            (0..AGES).for_each(|b| hazards.enter(dies, b));
+            (0..AGES).for_each(|b| hazards.enter(dies, b, 1));
         }
         hazards.fit(returns);
         hazards.fit(dies);

@@ -1,69 +1,75 @@
-//! The lowest of many changing keys: a tree of winners. A change costs the height of the tree; the
-//! lowest key is read in O(1).
+//! The lowest of many changing keys: a tree of winners. A change costs at most the height of the
+//! tree; the lowest key is read in O(1).
+
+#[derive(Clone, Copy)]
+struct Winner<K> {
+    key: K,
+    at: u32,
+}
 
 /// Keys by index, and the index of the lowest one.
 pub struct Tournament<K> {
-    /// A power of two; behind the last key they are the highest.
-    keys: Vec<K>,
+    /// Winners: of all keys at 1, of the halves at 2 and 3, and so on; in the last half the keys
+    /// themselves. Behind the last key they are the highest.
+    tree: Vec<Winner<K>>,
     len: usize,
-    /// Winners: of all keys at 1, of the halves at 2 and 3, and so on.
-    winners: Vec<u32>,
     highest: K,
 }
 
 impl<K: Copy + PartialOrd> Tournament<K> {
     /// No keys; `highest` loses against all others.
     pub fn new(highest: K) -> Tournament<K> {
-        Tournament { keys: vec![highest], len: 1, winners: vec![0; 2], highest }
+        Tournament { tree: vec![Winner { key: highest, at: 0 }; 2], len: 1, highest }
     }
 
     /// Adds one key, the highest.
     pub fn grow(&mut self) {
+        let places = self.tree.len() / 2;
         self.len += 1;
-        if self.len > self.keys.len() {
-            let places = self.keys.len() * 2;
-            self.keys.resize(places, self.highest);
-            self.winners = vec![0; places * 2];
-            for i in 0..places {
-                self.winners[places + i] = i as u32;
-            }
-            for at in (1..places).rev() {
-                self.winners[at] = self.better(self.winners[2 * at], self.winners[2 * at + 1]);
-            }
+        if self.len <= places {
+            return;
+        }
+        let keys = self.tree.split_off(places);
+        self.tree.resize(places * 2, keys[0]);
+        self.tree.extend(keys);
+        let more = (places as u32..2 * places as u32).map(|at| Winner { key: self.highest, at });
+        self.tree.extend(more);
+        for at in (1..2 * places).rev() {
+            self.tree[at] = Self::better(self.tree[2 * at], self.tree[2 * at + 1]);
         }
     }
 
     #[inline]
-    fn better(&self, a: u32, b: u32) -> u32 {
-        if self.keys[b as usize] < self.keys[a as usize] { b } else { a }
+    fn better(a: Winner<K>, b: Winner<K>) -> Winner<K> {
+        if b.key < a.key { b } else { a }
     }
 
     /// The key at an index.
     #[inline]
     pub fn get(&self, at: u32) -> K {
-        self.keys[at as usize]
+        self.tree[self.tree.len() / 2 + at as usize].key
     }
 
     /// Changes the key at an index.
     #[inline]
     pub fn set(&mut self, at: u32, key: K) {
-        self.keys[at as usize] = key;
-        let mut up = (self.keys.len() + at as usize) / 2;
-        while up > 0 {
-            let winner = self.better(self.winners[2 * up], self.winners[2 * up + 1]);
-            let before = std::mem::replace(&mut self.winners[up], winner);
-            if before == winner && winner != at {
+        let mut place = self.tree.len() / 2 + at as usize;
+        self.tree[place].key = key;
+        while place > 1 {
+            let winner = Self::better(self.tree[place & !1], self.tree[place | 1]);
+            place /= 2;
+            let before = std::mem::replace(&mut self.tree[place], winner);
+            if before.at == winner.at && winner.at != at {
                 // Another key wins as before, so nothing changes above.
                 return;
             }
-            up /= 2;
         }
     }
 
     /// The index of the lowest key; the lowest index of equals.
     #[inline]
     pub fn least(&self) -> u32 {
-        self.winners[1]
+        self.tree[1].at
     }
 }
 

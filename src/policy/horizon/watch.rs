@@ -21,19 +21,15 @@ struct Wait {
 // SAFETY: integers only.
 unsafe impl Zeroable for Wait {}
 
-#[derive(Clone, Copy)]
-struct Queue {
-    oldest: Slot,
-    newest: Slot,
-}
-
-/// The waits, in queues by how long they have lasted.
+/// The waits, in a list in which they began. Those that have lasted equally long, by bucket, are
+/// neighbours.
 pub struct Watch {
     waits: Zeroed<Wait>,
     index: Index,
-    queues: [Queue; AGES],
-    /// A bit for each queue that is not empty.
-    occupied: u64,
+    /// The longest wait of each bucket.
+    first: [Slot; AGES],
+    oldest: Slot,
+    newest: Slot,
     free: Slot,
     fresh: Slot,
     /// An id is watched if this many low bits of its hash are 0. The high bits determine its
@@ -45,16 +41,15 @@ pub struct Watch {
 /// Most waits moved to the next bucket in one call.
 const MOVES: usize = 24;
 
-const _: () = assert!(AGES <= u64::BITS as usize);
-
 impl Watch {
     /// An empty watch for `limit` waits.
     pub fn new(limit: usize) -> Result<Watch> {
         Ok(Watch {
             waits: Zeroed::new(limit)?,
             index: Index::new(limit)?,
-            queues: [Queue { oldest: NONE, newest: NONE }; AGES],
-            occupied: 0,
+            first: [NONE; AGES],
+            oldest: NONE,
+            newest: NONE,
             free: NONE,
             fresh: 0,
             shift: 0,
@@ -80,13 +75,11 @@ impl Watch {
     /// Removes the waits in progress from the counts. A policy that continues from these counts
     /// watches anew, and would count them twice.
     pub fn withdraw(&self, hazards: &mut Hazards) {
-        for (bucket, queue) in self.queues.iter().enumerate() {
-            let mut slot = queue.oldest;
-            while slot != NONE {
-                let wait = self.waits[slot as usize];
-                (0..=bucket).for_each(|b| hazards.leave(wait.class, b));
-                slot = wait.newer;
-            }
+        let mut slot = self.newest;
+        while slot != NONE {
+            let wait = self.waits[slot as usize];
+            (0..=wait.bucket).for_each(|b| hazards.leave(wait.class, usize::from(b)));
+            slot = wait.older;
         }
     }
 
@@ -112,32 +105,28 @@ impl Watch {
         self.index.find(id, |slot| self.waits[slot as usize].id == id)
     }
 
-    fn push(&mut self, slot: Slot, bucket: usize) {
-        let queue = &mut self.queues[bucket];
-        let newest = std::mem::replace(&mut queue.newest, slot);
-        if newest == NONE {
-            queue.oldest = slot;
-            self.occupied |= 1 << bucket;
-        } else {
-            self.waits[newest as usize].newer = slot;
+    /// The next shorter wait of the same bucket.
+    #[inline]
+    fn next(&self, wait: &Wait) -> Slot {
+        match self.waits.get(wait.newer as usize) {
+            Some(newer) if newer.bucket == wait.bucket => wait.newer,
+            _ => NONE,
         }
-        let wait = &mut self.waits[slot as usize];
-        (wait.older, wait.newer, wait.bucket) = (newest, NONE, bucket as u16);
     }
 
     fn unlink(&mut self, slot: Slot) {
-        let Wait { older, newer, bucket, .. } = self.waits[slot as usize];
-        let queue = &mut self.queues[usize::from(bucket)];
-        match newer {
-            NONE => queue.newest = older,
-            newer => self.waits[newer as usize].older = older,
+        let wait = self.waits[slot as usize];
+        let first = &mut self.first[usize::from(wait.bucket)];
+        if *first == slot {
+            self.first[usize::from(wait.bucket)] = self.next(&wait);
         }
-        match older {
-            NONE => queue.oldest = newer,
-            older => self.waits[older as usize].newer = newer,
+        match wait.newer {
+            NONE => self.newest = wait.older,
+            newer => self.waits[newer as usize].older = wait.older,
         }
-        if newer == NONE && older == NONE {
-            self.occupied &= !(1 << bucket);
+        match wait.older {
+            NONE => self.oldest = wait.newer,
+            older => self.waits[older as usize].newer = wait.newer,
         }
     }
 
@@ -169,17 +158,24 @@ impl Watch {
             }
             None => return,
         };
+        let older = std::mem::replace(&mut self.newest, slot);
         self.waits[slot as usize] =
-            Wait { id, start_ns: now, older: NONE, newer: NONE, class, bucket: 0, reserved: 0 };
-        self.push(slot, 0);
-        hazards.enter(class, 0);
+            Wait { id, start_ns: now, older, newer: NONE, class, bucket: 0, reserved: 0 };
+        match older {
+            NONE => self.oldest = slot,
+            older => self.waits[older as usize].newer = slot,
+        }
+        if self.first[0] == NONE {
+            self.first[0] = slot;
+        }
+        hazards.enter(class, 0, 1);
     }
 
     /// A slot for a new wait: that of the longest wait if all are in use.
     #[inline]
     fn vacant(&mut self) -> Slot {
         if self.len() == self.waits.len() {
-            let slot = self.queues[self.occupied.ilog2() as usize].oldest;
+            let slot = self.oldest;
             self.unlink(slot);
             let id = self.waits[slot as usize].id;
             self.index.remove(id, |s| s == slot);
@@ -201,7 +197,7 @@ impl Watch {
         if wait.bucket == 0 && wait.class != class {
             hazards.leave(wait.class, 0);
             wait.class = class;
-            hazards.enter(class, 0);
+            hazards.enter(class, 0, 1);
         }
     }
 
@@ -215,7 +211,7 @@ impl Watch {
     fn count_end(&self, hazards: &mut Hazards, slot: Slot, now: i64) {
         let Wait { start_ns, class, bucket, .. } = self.waits[slot as usize];
         let last = age_bucket(now - start_ns);
-        (usize::from(bucket) + 1..=last).for_each(|b| hazards.enter(class, b));
+        (usize::from(bucket) + 1..=last).for_each(|b| hazards.enter(class, b, 1));
         hazards.end(class, last);
     }
 
@@ -223,18 +219,25 @@ impl Watch {
     pub fn age(&mut self, hazards: &mut Hazards, now: i64) {
         let bucket = self.hand;
         self.hand = if bucket + 2 == AGES { 0 } else { bucket + 1 };
-        if self.occupied & 1 << bucket == 0 {
-            return;
-        }
-        let limit = age_start_ns(bucket + 1);
+        let latest = now - age_start_ns(bucket + 1);
+        let (mut class, mut count) = (0, 0);
         for _ in 0..MOVES {
-            let slot = self.queues[bucket].oldest;
-            if slot == NONE || now - self.waits[slot as usize].start_ns < limit {
+            let slot = self.first[bucket];
+            let Some(&wait) = self.waits.get(slot as usize) else { break };
+            if wait.start_ns > latest {
                 break;
             }
-            self.unlink(slot);
-            self.push(slot, bucket + 1);
-            hazards.enter(self.waits[slot as usize].class, bucket + 1);
+            self.first[bucket] = self.next(&wait);
+            self.waits[slot as usize].bucket = bucket as u16 + 1;
+            if self.first[bucket + 1] == NONE {
+                self.first[bucket + 1] = slot;
+            }
+            if wait.class != class {
+                hazards.enter(class, bucket + 1, std::mem::take(&mut count));
+                class = wait.class;
+            }
+            count += 1;
         }
+        hazards.enter(class, bucket + 1, count);
     }
 }
