@@ -15,7 +15,7 @@ use crate::policy::evict::Chosen;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::handover::hand_over;
 use crate::policy::log::Log;
-use crate::policy::lookup::Partition;
+use crate::policy::lookup::{AHEAD, Partition};
 use crate::policy::metrics::Metrics;
 use crate::policy::registry::{self, Setting};
 
@@ -301,6 +301,7 @@ impl Evictor {
 
     fn insert_all(&mut self, now: i64, context: &RequestContext, new: &[NewObject]) -> Result<()> {
         let stamp = self.begin(now, new.len())?;
+        self.prefetch_new(new);
         self.slots.clear();
         for object in new {
             match self.enter(object, NONE) {
@@ -328,6 +329,18 @@ impl Evictor {
             }
         }
         Ok(())
+    }
+
+    /// Prefetches the memory that the inserts of the first objects will touch.
+    fn prefetch_new(&self, new: &[NewObject]) {
+        let (mut ids, mut count) = ([0; AHEAD], 0);
+        for (id, object) in ids.iter_mut().zip(new) {
+            *id = object.id;
+            self.objects.prefetch_id(object.id);
+            count += 1;
+        }
+        self.history.prefetch(&ids[..count]);
+        self.policy.prefetch(&ids[..count]);
     }
 
     fn note_who(&mut self, slot: Slot, context: &RequestContext) {

@@ -321,6 +321,15 @@ impl Policy for Horizon {
         }
     }
 
+    fn prefetch(&self, ids: &[u64]) {
+        self.past.prefetch(ids);
+        self.watch.prefetch(ids);
+    }
+
+    fn evicts_by_links(&self) -> bool {
+        true
+    }
+
     fn victim(&mut self, objects: &mut Objects, now: i64) -> Option<Slot> {
         self.cohorts.victim(objects, &self.hazards, now)
     }

@@ -105,6 +105,11 @@ impl Watch {
         self.index.find(id, |slot| self.waits[slot as usize].id == id)
     }
 
+    /// Prefetches the index buckets of ids.
+    pub fn prefetch(&self, ids: &[u64]) {
+        ids.iter().for_each(|&id| self.index.prefetch(id));
+    }
+
     /// The next shorter wait of the same bucket.
     #[inline]
     fn next(&self, wait: &Wait) -> Slot {
@@ -179,6 +184,9 @@ impl Watch {
             self.unlink(slot);
             let id = self.waits[slot as usize].id;
             self.index.remove(id, |s| s == slot);
+            if let Some(next) = self.waits.get(self.oldest as usize) {
+                self.index.prefetch(next.id);
+            }
             return slot;
         }
         if self.free == NONE {
