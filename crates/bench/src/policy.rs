@@ -1,15 +1,18 @@
 //! Group `policy`: the cost of choosing victims, in the caller's tables and among a million objects
-//! of an evictor.
+//! of an evictor; the cost of a put beside that with `lru`; and how costs grow with the number of
+//! objects.
 
 use std::hint::black_box;
 use std::time::Instant;
 
+use kvtier::meta::objects::Facts;
 use kvtier::policy::batch::{SelectOptions, Selection};
 use kvtier::policy::columns::Columns;
 use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 use kvtier::policy::registry::ENTRIES;
 
+use super::fixtures::thread_ns;
 use super::{Bar, allocations, median};
 
 /// Policies made of lists only, which have the tightest goals.
@@ -18,7 +21,13 @@ const LISTS: [&str; 8] = ["2q", "arc", "fifo", "lru", "s3fifo", "sieve", "slru",
 const EXEMPT: [&str; 3] = ["auto", "belady", "custom"];
 /// Policies that keep state of unknown rows.
 const STATEFUL: [&str; 1] = ["horizon"];
+/// One policy of each structure: a list, queues with ghosts, a heap, cohorts.
+const STRUCTURES: [&str; 4] = ["lru", "s3fifo", "gdsf", "horizon"];
 const MILLION: u64 = 1_000_000;
+/// Objects of a session of [`Puts`].
+const PATH: u64 = 64;
+/// Objects in the tables of [`churn`].
+const CHURN_OBJECTS: u64 = 20_000;
 
 /// A name with static lifetime.
 fn named(text: String) -> &'static str {
@@ -223,6 +232,145 @@ fn steady_allocations() -> Bar {
     Bar::lower("steady_allocations", "in 400").goal(0.0).value((allocations() - before) as f64)
 }
 
+/// A full table in which an engine's sessions store their paths, one object a call: each put evicts
+/// an object and inserts one.
+struct Puts {
+    evictor: Evictor,
+    objects: u64,
+    next: u64,
+    now: i64,
+    seed: u64,
+    out: Vec<Victim>,
+}
+
+impl Puts {
+    fn open(spec: &str, objects: u64) -> Result<Puts, String> {
+        let options = Options {
+            max_objects: objects as usize,
+            capacity_units: objects,
+            remember: objects as usize,
+            ..Options::default()
+        };
+        let evictor = Evictor::open(spec, &options).map_err(|error| error.to_string())?;
+        let out = Vec::with_capacity(4);
+        let mut puts = Puts { evictor, objects, next: 0, now: 1 << 40, seed: 7, out };
+        puts.put(objects + objects / 4);
+        Ok(puts)
+    }
+
+    fn put(&mut self, count: u64) {
+        for id in self.next..self.next + count {
+            self.now += 1000;
+            if self.evictor.objects().len() as u64 == self.objects {
+                self.out.clear();
+                self.evictor.evict(self.now, 1, &mut self.out).expect("a time");
+            }
+            let at = id % PATH;
+            let request =
+                RequestContext { session: Some(id / PATH), tokens_each: 16, ..Default::default() };
+            let facts = Facts { tokens: 16, context: at as u32 * 16, ..Facts::default() };
+            let parent = (at > 0).then(|| id - 1);
+            let new = NewObject { id, parent, units: 1, facts };
+            self.evictor.insert(self.now, &request, &[new]).expect("room was made");
+        }
+        self.next += count;
+    }
+
+    /// Puts, each after a lookup of an id that is probably resident.
+    fn mixed(&mut self, count: u64) {
+        for _ in 0..count {
+            let id = self.next - 1 - random(&mut self.seed) % self.objects;
+            self.now += 1000;
+            let context = RequestContext::default();
+            self.evictor.lookup(self.now, &context, &[id], &mut []).expect("a time");
+            self.put(1);
+        }
+    }
+}
+
+/// Nanoseconds of the thread per step.
+fn steps(count: u64, body: impl FnOnce(u64)) -> f64 {
+    let start = thread_ns();
+    body(count);
+    (thread_ns() - start) / count as f64
+}
+
+/// A put under each policy, beside one under `lru` in the same round.
+fn churn(rounds: usize) -> Vec<Bar> {
+    let bar = |spec: &str| {
+        Bar::lower(named(format!("churn_{spec}")), "x")
+            .baseline("lru")
+            .baseline_value(1.0)
+            .goal(STATEFUL.contains(&spec).then_some(1.5))
+    };
+    let mut lru = Puts::open("lru", CHURN_OBJECTS).expect("a known policy");
+    let specs = ENTRIES.iter().map(|entry| entry.name).filter(|&name| name != "lru");
+    let measure = |spec| {
+        let mut puts = match Puts::open(spec, CHURN_OBJECTS) {
+            Ok(puts) => puts,
+            Err(why) => return bar(spec).note(why),
+        };
+        let (mut ratios, mut times) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            let baseline = steps(CHURN_OBJECTS, |count| lru.put(count));
+            times.push(steps(CHURN_OBJECTS, |count| puts.put(count)));
+            ratios.push(times[times.len() - 1] / baseline);
+        }
+        bar(spec).value(median(&mut ratios)).note(format!("({:.0} ns)", median(&mut times)))
+    };
+    specs.map(measure).collect()
+}
+
+/// Nanoseconds of a random read from a table of `objects` entries of 96 bytes.
+fn random_read(objects: u64) -> f64 {
+    let (len, mut at) = (objects as usize * 12, 0);
+    let table: Vec<u64> = (0..len as u64).map(|x| x.wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect();
+    let ns = steps(MILLION, |count| {
+        for i in 0..count {
+            at = (table[at].wrapping_add(i) % len as u64) as usize;
+        }
+    });
+    black_box(at);
+    ns
+}
+
+/// How the time of a put with a lookup grows with the number of objects: by the last decade,
+/// relative to the growth of a random read of memory. Its goal is the growth of the logarithm.
+fn growth(quick: bool) -> Vec<Bar> {
+    let sizes: &[u64] = if quick { &[10_000, 100_000] } else { &[10_000, MILLION, 10 * MILLION] };
+    let last = |times: &[f64]| times[times.len() - 1] / times[times.len() - 2];
+    let reads: Vec<f64> = sizes.iter().map(|&size| random_read(size)).collect();
+    let logs: Vec<f64> = sizes.iter().map(|&size| (size as f64).ln()).collect();
+    let listed = |times: &[f64]| {
+        let texts = times.iter().map(|ns| format!("{ns:.0}"));
+        texts.collect::<Vec<_>>().join(", ")
+    };
+    let measure = |spec| {
+        let bar = Bar::lower(named(format!("growth_{spec}")), "x/decade")
+            .baseline("a random read of memory")
+            .baseline_value(1.0)
+            .goal(last(&logs));
+        let times: Result<Vec<f64>, String> = sizes.iter().map(|&size| grown(spec, size)).collect();
+        match times {
+            Ok(times) => bar.value(last(&times) / last(&reads)).note(format!(
+                "(ns at {sizes:?} objects: {}; random reads {})",
+                listed(&times),
+                listed(&reads)
+            )),
+            Err(why) => bar.note(why),
+        }
+    };
+    STRUCTURES.map(measure).into()
+}
+
+/// Nanoseconds of a put with a lookup among so many objects.
+fn grown(spec: &str, objects: u64) -> Result<f64, String> {
+    const STEPS: u64 = 100_000;
+    let mut puts = Puts::open(spec, objects)?;
+    let mut times: Vec<f64> = (0..7).map(|_| steps(STEPS, |count| puts.mixed(count))).collect();
+    Ok(median(&mut times))
+}
+
 /// Measures every bar of the group.
 pub fn run(quick: bool) -> Vec<Bar> {
     let (rounds, large, turns) = if quick { (51, 7, 50_000) } else { (1001, 31, 500_000) };
@@ -236,5 +384,7 @@ pub fn run(quick: bool) -> Vec<Bar> {
         bars.push(select(entry.name, 100_000, true, large, 8000.0));
         bars.extend(victims(entry.name, turns));
     }
+    bars.extend(churn(if quick { 5 } else { 21 }));
+    bars.extend(growth(quick));
     bars
 }
