@@ -331,16 +331,13 @@ impl Evictor {
         Ok(())
     }
 
-    /// Prefetches the memory that the inserts of the first objects will touch.
+    /// Prefetches what policy and history know of the first objects. The table of objects is read
+    /// at once.
     fn prefetch_new(&self, new: &[NewObject]) {
-        let (mut ids, mut count) = ([0; AHEAD], 0);
-        for (id, object) in ids.iter_mut().zip(new) {
-            *id = object.id;
-            self.objects.prefetch_id(object.id);
-            count += 1;
+        for object in new.iter().take(AHEAD) {
+            self.history.prefetch(&[object.id]);
+            self.policy.prefetch(&[object.id]);
         }
-        self.history.prefetch(&ids[..count]);
-        self.policy.prefetch(&ids[..count]);
     }
 
     fn note_who(&mut self, slot: Slot, context: &RequestContext) {

@@ -169,14 +169,17 @@ impl Evictor {
         let (mut hits, mut hit_tokens, mut missed_tokens) = (leading as u64, until(leading), 0);
         let mut hit_cost = self.options.cost.of(0, hit_tokens);
         // Objects behind a gap: hits, or recomputed because of the gap.
-        let usable = u64::from(self.options.holes);
-        for (i, &slot) in self.slots.iter().enumerate().skip(leading) {
-            let is_resident = u64::from(slot != NONE);
-            let tokens = (until(i + 1) - until(i)) * is_resident;
-            hits += is_resident * usable;
-            hit_tokens += tokens * usable;
-            missed_tokens += tokens * (1 - usable);
-            hit_cost += self.options.cost.of(until(i), tokens * usable);
+        let behind = self.slots.iter().enumerate().skip(leading);
+        let resident = behind.map(|(i, &slot)| (i, u64::from(slot != NONE)));
+        let tokens = |(i, is_resident)| (until(i + 1) - until(i)) * is_resident;
+        if self.options.holes {
+            hits = (ids - misses) as u64;
+            for one in resident {
+                hit_tokens += tokens(one);
+                hit_cost += self.options.cost.of(until(one.0), tokens(one));
+            }
+        } else {
+            missed_tokens = resident.map(tokens).sum();
         }
         if !self.history.is_empty() {
             let missing = self.partition.missing[..misses].chunks(AHEAD);

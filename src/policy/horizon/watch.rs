@@ -249,3 +249,58 @@ impl Watch {
         hazards.enter(class, bucket + 1, count);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::VecDeque;
+
+    /// The waits by id, from the longest on: start and bucket.
+    fn waits(watch: &Watch) -> Vec<(u64, i64, u16)> {
+        let (mut all, mut at, mut bucket) = (Vec::new(), watch.oldest, u16::MAX);
+        while at != NONE {
+            let wait = watch.waits[at as usize];
+            assert!(wait.bucket <= bucket, "a wait is in a higher bucket than a longer one");
+            let is_first = wait.bucket < bucket;
+            assert_eq!(watch.first[usize::from(wait.bucket)] == at, is_first);
+            all.push((wait.id, wait.start_ns, wait.bucket));
+            (at, bucket) = (wait.newer, wait.bucket);
+        }
+        let used = all.iter().map(|one| one.2).collect::<std::collections::BTreeSet<_>>();
+        assert_eq!(watch.first.iter().filter(|&&slot| slot != NONE).count(), used.len());
+        all
+    }
+
+    #[test]
+    fn waits_stay_in_the_order_of_their_start_over_random_calls() {
+        let (mut watch, mut hazards) = (Watch::new(50).expect("small"), Hazards::new());
+        let mut model: VecDeque<(u64, i64)> = VecDeque::new();
+        let (mut now, mut state) = (0, 5u64);
+        for _ in 0..20_000 {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let (id, class) = ((state >> 33) % 90, (state >> 50) as u16 % 7);
+            now += (state >> 40) as i64 % 40_000_000;
+            match state >> 61 {
+                0 => {
+                    watch.end(&mut hazards, id, now);
+                    model.retain(|one| one.0 != id);
+                }
+                1 | 2 => watch.age(&mut hazards, now),
+                _ => {
+                    watch.begin(&mut hazards, id, class, now);
+                    model.retain(|one| one.0 != id);
+                    if model.len() == 50 {
+                        model.pop_front();
+                    }
+                    model.push_back((id, now));
+                }
+            }
+            let all = waits(&watch);
+            assert!(all.iter().map(|&(id, start, _)| (id, start)).eq(model.iter().copied()));
+            assert!(all.iter().all(|one| usize::from(one.2) <= age_bucket(now - one.1)));
+            assert_eq!(watch.len(), model.len());
+        }
+        assert!(waits(&watch).iter().any(|one| one.2 > 0), "waits were moved");
+        watch.withdraw(&mut hazards);
+    }
+}
