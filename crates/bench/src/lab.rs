@@ -10,7 +10,7 @@ use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
 use super::fixtures::thread_ns;
-use super::peers::Zipf;
+use super::peers::{Zipf, gather_new};
 use super::{Bar, median};
 
 /// Seconds, id, size, next use: 4, 8, 4 and 8 bytes.
@@ -56,13 +56,7 @@ fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
         ids.extend(records.chunks_exact(RECORD).map(record));
         let found = &mut found[..ids.len()];
         evictor.lookup(now, &context, &ids, found).map_err(say)?;
-        new.clear();
-        for (&id, _) in ids.iter().zip(&*found).filter(|(_, f)| **f == 0) {
-            // A duplicate id in a batch is inserted once.
-            if !new.iter().any(|one: &NewObject| one.id == id) {
-                new.push(NewObject { id, units: 1, ..NewObject::default() });
-            }
-        }
+        gather_new(&ids, found, &mut new);
         if new.is_empty() {
             continue;
         }

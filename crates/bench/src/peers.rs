@@ -71,6 +71,21 @@ impl Zipf {
     }
 }
 
+/// The missing ids of a batch. A duplicate id misses twice and is inserted once.
+pub fn gather_new(ids: &[u64], found: &[u8], new: &mut Vec<NewObject>) {
+    new.clear();
+    // Ids whose bit is not set are no duplicates.
+    let mut seen = [0u64; 32];
+    for (&id, _) in ids.iter().zip(found).filter(|(_, found)| **found == 0) {
+        let bit = hash(id) % (64 * seen.len() as u64);
+        let (word, bit) = (&mut seen[(bit / 64) as usize], 1 << (bit % 64));
+        if *word & bit == 0 || !new.iter().any(|one| one.id == id) {
+            new.push(NewObject { id, units: 1, ..NewObject::default() });
+        }
+        *word |= bit;
+    }
+}
+
 /// An evictor of kvtier, called in batches.
 struct Ours {
     name: &'static str,
@@ -103,13 +118,7 @@ impl Ours {
     }
 
     fn insert(&mut self, ids: &[u64]) {
-        self.new.clear();
-        for (i, &id) in ids.iter().enumerate() {
-            // A duplicate id in a batch misses twice.
-            if self.found[i] == 0 && !self.new.iter().any(|one| one.id == id) {
-                self.new.push(NewObject { id, units: 1, ..NewObject::default() });
-            }
-        }
+        gather_new(ids, &self.found, &mut self.new);
         if self.new.is_empty() {
             return;
         }
