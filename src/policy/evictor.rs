@@ -15,7 +15,7 @@ use crate::policy::evict::Chosen;
 use crate::policy::ghosts::Ghosts;
 use crate::policy::handover::hand_over;
 use crate::policy::log::Log;
-use crate::policy::lookup::{AHEAD, Partition};
+use crate::policy::lookup::Partition;
 use crate::policy::metrics::Metrics;
 use crate::policy::registry::{self, Setting};
 
@@ -301,7 +301,6 @@ impl Evictor {
 
     fn insert_all(&mut self, now: i64, context: &RequestContext, new: &[NewObject]) -> Result<()> {
         let stamp = self.begin(now, new.len())?;
-        self.prefetch_new(new);
         self.slots.clear();
         for object in new {
             match self.enter(object, NONE) {
@@ -329,15 +328,6 @@ impl Evictor {
             }
         }
         Ok(())
-    }
-
-    /// Prefetches what policy and history know of the first objects. The table of objects is read
-    /// at once.
-    fn prefetch_new(&self, new: &[NewObject]) {
-        for object in new.iter().take(AHEAD) {
-            self.history.prefetch(&[object.id]);
-            self.policy.prefetch(&[object.id]);
-        }
     }
 
     fn note_who(&mut self, slot: Slot, context: &RequestContext) {

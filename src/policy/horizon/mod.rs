@@ -237,8 +237,9 @@ impl Policy for Horizon {
     }
 
     fn insert(&mut self, objects: &mut Objects, slot: Slot, now: i64) {
-        self.step(objects, now);
         let (id, facts) = (objects.node(slot).id, objects.facts(slot));
+        self.prefetch(&[id]);
+        self.step(objects, now);
         let fresh = self.fresh(&facts);
         let tick = self.tick(now);
         self.traits[slot as usize] = match self.past.remove(id) {
