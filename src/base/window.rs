@@ -5,6 +5,7 @@
 use std::ffi::c_void;
 
 use crate::base::fork::{self, page_bytes};
+use crate::base::memory::HUGE_PAGE_BYTES;
 use crate::base::status::{Error, Result, Status};
 use crate::fail;
 
@@ -50,8 +51,9 @@ impl Window {
         let mapped = usize::try_from(bytes.next_multiple_of(page)).map_err(|_| Status::NoMem)?;
         let prot = if strict { libc::PROT_NONE } else { libc::PROT_READ | libc::PROT_WRITE };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let slack = if bytes < HUGE_PAGE_BYTES { 0 } else { HUGE_PAGE_BYTES as usize };
         // SAFETY: a fresh private anonymous mapping at an address of the kernel's choice.
-        let start = unsafe { libc::mmap(std::ptr::null_mut(), mapped, prot, flags, -1, 0) };
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), mapped + slack, prot, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             let os = std::io::Error::last_os_error();
             fail!(
@@ -60,6 +62,8 @@ impl Window {
                  vm.overcommit_memory to 0 or 1 if it is 2"
             );
         }
+        // SAFETY: the mapping made above, which nothing uses yet.
+        let start = if slack == 0 { start } else { unsafe { align_to_huge(start, mapped) } };
         // A huge page would allocate memory for neighbours that were not taken, and giving back
         // a part of it frees nothing. Both hints may fail without harm on old kernels.
         // SAFETY: the mapping made above.
@@ -70,7 +74,24 @@ impl Window {
         Ok(Window { start, bytes, mapped, strict })
     }
 
-    /// The start, aligned to a page.
+    /// Requests huge pages for the whole ones inside a range, which must be taken and given back as
+    /// a whole. Each range is one more mapping of the process, or two; their limit is about 65,000.
+    pub fn prefer_huge(&self, offset: u64, bytes: u64) -> Result<()> {
+        self.check(offset, bytes)?;
+        let from = offset.next_multiple_of(HUGE_PAGE_BYTES);
+        let to = (offset + bytes) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
+        if from < to {
+            // SAFETY: pages of the mapping. The hint changes no content, and fails without harm
+            // where it is unknown.
+            unsafe {
+                let at = self.start.byte_add(from as usize);
+                libc::madvise(at, (to - from) as usize, libc::MADV_HUGEPAGE);
+            }
+        }
+        Ok(())
+    }
+
+    /// The start, aligned to a page; to a huge page if the window is as large as one.
     pub fn address(&self) -> *mut u8 {
         self.start.cast()
     }
@@ -165,6 +186,24 @@ impl Window {
     }
 }
 
+/// Unmaps one huge page in total around `bytes` bytes, so that their start is aligned to a huge page.
+///
+/// # Safety
+/// `start` is a mapping of `bytes` + [`HUGE_PAGE_BYTES`], and nothing uses it.
+unsafe fn align_to_huge(start: *mut c_void, bytes: usize) -> *mut c_void {
+    let huge = HUGE_PAGE_BYTES as usize;
+    let skip = (start as usize).next_multiple_of(huge) - start as usize;
+    // SAFETY: the caller's promise; both ranges lie in the mapping, before and behind the rest.
+    unsafe {
+        if skip > 0 {
+            libc::munmap(start, skip);
+        }
+        let aligned = start.byte_add(skip);
+        libc::munmap(aligned.byte_add(bytes), huge - skip);
+        aligned
+    }
+}
+
 impl Drop for Window {
     fn drop(&mut self) {
         // A forked child has no mapping of the window: other memory may lie there.
@@ -211,6 +250,24 @@ mod tests {
         assert_eq!(give_back(&window, last, 100), 0, "the range has no whole page");
         assert_eq!(give_back(&window, (3 << 40) - page(), page()), page());
         assert_eq!((at(&window, last), at(&window, 0)), (0, 7));
+    }
+
+    #[test]
+    fn huge_pages_stay_inside_their_range() {
+        const HUGE: u64 = HUGE_PAGE_BYTES;
+        let window = Window::reserve(4 * HUGE).expect("addresses");
+        assert_eq!(window.address() as u64 % HUGE, 0);
+        let (offset, bytes) = (HUGE - page(), HUGE + 3 * page());
+        window.prefer_huge(offset, bytes).expect("inside");
+        for at in [offset, HUGE, 2 * HUGE, 2 * HUGE + page()] {
+            fill(&window, at, 1, 7);
+        }
+        // One huge page at most, and a small one before and two behind.
+        let resident = window.resident_bytes().expect("pages");
+        assert!((4 * page()..=HUGE + 3 * page()).contains(&resident), "{resident}");
+        assert_eq!(give_back(&window, offset, bytes), bytes);
+        assert_eq!(window.resident_bytes().expect("pages"), 0);
+        assert!(window.prefer_huge(3 * HUGE, 2 * HUGE).is_err());
     }
 
     #[test]

@@ -44,6 +44,30 @@ fn failed_or_short_read_is_reported_and_retried() {
     }
 }
 
+/// Units that are larger than a huge page, in place, come and go with their memory.
+#[test]
+fn units_in_huge_pages_survive_failed_reads() {
+    const HUGE: u64 = 2 * MIB;
+    let mut files = Files::even("huge", 7, 2 * HUGE + MIB + 4096);
+    let sim = files.simulate(SimModelFilesOpts::default());
+    (1..20).for_each(|at| {
+        sim.plant(if at % 2 == 0 { Fault::Broken(at * 5) } else { Fault::Short(at * 5) })
+    });
+    let opts = Opts { in_place: true, ..with_host(files.all_bytes() / 2) };
+    let rig = Rig::open_on(runtime(""), sim, files, opts).expect("a streamer");
+    for unit in rig.files.order() {
+        assert_eq!(rig.streamer.fixed(unit).expect("in place").0 % HUGE, 0);
+    }
+    let mut failed = 0;
+    for _ in 0..6 {
+        for unit in rig.files.order() {
+            failed += rig.insist(unit, patiently(), &[Status::Io]);
+        }
+    }
+    assert!(failed > 0 && rig.streamer.stats().failed > 0);
+    rig.closed();
+}
+
 #[test]
 fn failed_read_for_a_device_is_retried() {
     for (on_it, on_host) in [(15, 0), (15, 50), (40, 100)] {

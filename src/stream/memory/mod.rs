@@ -9,7 +9,7 @@ pub mod device_window;
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::fault::Faults;
-use crate::base::memory::{AllocationRequest, Buffer, Requirement};
+use crate::base::memory::{AllocationRequest, Buffer, HUGE_PAGE_BYTES, Requirement};
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::base::window::Window;
@@ -76,10 +76,14 @@ enum Block {
     InWindow,
 }
 
+/// Most units of a window with huge pages. Each may split a mapping of the process in three; the
+/// limit of mappings is about 65,000.
+const MAX_HUGE_UNITS: usize = 8192;
+
 /// Units in place in host memory: a reserved address range, with memory behind parts of it.
 struct HostWindow {
     window: Window,
-    /// Offset of each unit; one more at the end.
+    /// Offset of each unit.
     offsets: Vec<u64>,
     account: Option<Arc<Account>>,
     /// Bytes charged for slots, independent of the units in them.
@@ -204,14 +208,20 @@ impl WeightMemory {
 
     fn new_host_window(&self, slots_bytes: u64, source: &MemorySource) -> Result<HostWindow> {
         let mut offsets = Vec::new();
-        offsets.try_reserve_exact(self.images.len() + 1).map_err(|_| Status::NoMem)?;
-        let mut at = 0u64;
+        offsets.try_reserve_exact(self.images.len()).map_err(|_| Status::NoMem)?;
+        let mut end = 0u64;
         for image in &self.images {
+            // Huge pages hold bytes of one unit only, so that they come and go with it.
+            let align = if *image < HUGE_PAGE_BYTES { 1 } else { HUGE_PAGE_BYTES };
+            let at = end.checked_next_multiple_of(align).ok_or(Status::Limit)?;
             offsets.push(at);
-            at = at.checked_add(*image).ok_or(Status::Limit)?;
+            end = at.checked_add(*image).ok_or(Status::Limit)?;
         }
-        offsets.push(at);
-        let window = Window::reserve(at)?;
+        let window = Window::reserve(end)?;
+        if offsets.len() <= MAX_HUGE_UNITS {
+            let mut units = offsets.iter().zip(&self.images);
+            units.try_for_each(|(at, image)| window.prefer_huge(*at, *image))?;
+        }
         charge(source.account, Tier::Host, slots_bytes)?;
         Ok(HostWindow { window, offsets, account: source.account.cloned(), slots_bytes })
     }
@@ -389,12 +399,11 @@ impl WeightMemory {
     /// Nothing uses the memory, and no work in flight does.
     pub unsafe fn clear(&self, unit: u32) -> Result<()> {
         let Some(host_window) = &self.host_window else { return Ok(()) };
-        let (from, to) =
-            (host_window.offsets[unit as usize], host_window.offsets[unit as usize + 1]);
+        let (at, bytes) = (host_window.offsets[unit as usize], self.images[unit as usize]);
         // SAFETY: the caller's promise.
-        let freed = unsafe { host_window.window.give_back(from, to - from) };
+        let freed = unsafe { host_window.window.give_back(at, bytes) };
         freed.map(|_| ()).map_err(|error| {
-            error.within(&format!("{} bytes of an evicted unit could not be freed", to - from))
+            error.within(&format!("{bytes} bytes of an evicted unit could not be freed"))
         })
     }
 
