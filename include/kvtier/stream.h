@@ -475,7 +475,7 @@ typedef struct kvt_stream_opts_t {
     const char *sidecar;
     uint64_t sidecar_bytes;
     kvt_verify_t verify;
-    /// Reader threads, at most 64; 0 = 4.
+    /// Reader threads, at most 64; 0 = 8.
     uint32_t readers;
     /// Reads in flight of one thread, at most 64; 0 = 64.
     uint32_t depth;

@@ -897,7 +897,7 @@ pub struct kvt_stream_opts_t {
     pub sidecar: *const c_char,
     pub sidecar_bytes: u64,
     pub verify: kvt_verify_t,
-    /// Reader threads, at most 64; 0 = 4.
+    /// Reader threads, at most 64; 0 = 8.
     pub readers: u32,
     /// Reads in flight of one thread, at most 64; 0 = 64.
     pub depth: u32,

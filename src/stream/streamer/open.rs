@@ -28,8 +28,9 @@ use crate::stream::streamer::threads::start_threads;
 use crate::stream::streamer::{Shared, State, Streamer};
 use crate::stream::units::{ALIGN_BYTES, Units};
 
-/// Default number of reader threads.
-const READERS: u32 = 4;
+/// Default number of reader threads. A disk may report many reads as complete at once: with four
+/// threads it then waited for all of them to submit again.
+const READERS: u32 = 8;
 /// Most reader threads.
 pub const MAX_READERS: u32 = 64;
 /// Bytes that are read to measure the disk.
@@ -68,7 +69,7 @@ pub struct Opts {
     pub expert_policy: String,
     /// Share of the expert slots for the most used experts, in percent.
     pub pinned_percent: u32,
-    /// Reader threads; 0 = 4, at most 64.
+    /// Reader threads; 0 = 8, at most 64.
     pub readers: u32,
     /// How files are opened.
     pub files: ModelFilesOpts,

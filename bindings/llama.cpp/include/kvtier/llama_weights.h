@@ -85,7 +85,7 @@ typedef struct kvt_llama_weights_opts_t {
     uint32_t slots;
     /** Contexts that may decode at once; 0 = 1. */
     uint32_t contexts;
-    /** Threads that read; 0 = 4. */
+    /** Threads that read; 0 = 8. */
     uint32_t readers;
     /** KVT_LLAMA_WEIGHTS_* above. */
     uint32_t flags;

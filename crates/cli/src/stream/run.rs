@@ -84,7 +84,7 @@ pub struct Args {
     /// Copy from a memory map: slow, for comparison
     #[arg(long)]
     mapped: bool,
-    /// Reader threads; 0 = 4
+    /// Reader threads; 0 = 8
     #[arg(long, default_value_t = 0)]
     readers: u32,
     /// Verify the checksums beside the model; missing ones are recorded
