@@ -399,7 +399,8 @@ typedef struct kvt_stream_terms_t {
     uint64_t host_ceiling_bytes;
     /// Device memory that stays free; 0 = 256 MiB.
     uint64_t device_safety_bytes;
-    /// Host memory that stays free; 0 = 6 GiB, or a quarter of a machine with less than 24 GiB.
+    /// Host memory that stays free; 0 = 6 GiB, a quarter of a machine with less than 24 GiB, or a
+    /// sixteenth (64 MiB to 6 GiB) of a cgroup's limit.
     uint64_t host_reserve_bytes;
     /// Tokens that KV is reserved for, where the engine computes; 0 = the model's, at most 4096.
     uint32_t context;

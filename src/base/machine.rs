@@ -88,6 +88,18 @@ impl MemoryFacts {
         }
     }
 
+    /// RAM of the machine, or the cgroup's limit if that is less.
+    pub fn usable_bytes(&self) -> u64 {
+        self.total_bytes.min(self.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes))
+    }
+
+    /// Whether the limit of the cgroup decides what this process may use, not the machine.
+    pub fn is_limited(&self) -> bool {
+        self.cgroup.is_some_and(|cgroup| {
+            cgroup.limit_bytes < self.total_bytes && cgroup.headroom_bytes() <= self.available_bytes
+        })
+    }
+
     /// Bytes that this process may still lock.
     pub fn lockable_bytes(&self) -> u64 {
         match self.lock_limit_bytes {

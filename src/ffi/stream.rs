@@ -819,7 +819,8 @@ pub struct kvt_stream_terms_t {
     pub host_ceiling_bytes: u64,
     /// Device memory that stays free; 0 = 256 MiB.
     pub device_safety_bytes: u64,
-    /// Host memory that stays free; 0 = 6 GiB, or a quarter of a machine with less than 24 GiB.
+    /// Host memory that stays free; 0 = 6 GiB, a quarter of a machine with less than 24 GiB, or a
+    /// sixteenth (64 MiB to 6 GiB) of a cgroup's limit.
     pub host_reserve_bytes: u64,
     /// Tokens that KV is reserved for, where the engine computes; 0 = the model's, at most 4096.
     pub context: u32,
@@ -990,6 +991,7 @@ pub(crate) unsafe fn inputs_of(
                 device_free_bytes: given.device_free_bytes,
                 host_free_bytes: given.host_free_bytes,
                 host_total_bytes: given.host_total_bytes,
+                host_is_limited: false,
                 lockable_bytes: given.lockable_bytes,
             }
         }

@@ -27,6 +27,7 @@ fn plan_ms(rounds: u32) -> Result<f64> {
         device_free_bytes: 24 << 30,
         host_free_bytes: 40 << 30,
         host_total_bytes: 64 << 30,
+        host_is_limited: false,
         lockable_bytes: u64::MAX,
     };
     let links = Links { disk: 3_300_000_000, device: 13_000_000_000, processor: 0 };

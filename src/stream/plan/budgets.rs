@@ -12,6 +12,8 @@ pub const DEVICE_SAFETY_BYTES: u64 = 256 << 20;
 pub const HOST_RESERVE_BYTES: u64 = 6 << 30;
 /// Machines with less memory than this keep a quarter free instead.
 const SMALL_HOST_BYTES: u64 = 4 * HOST_RESERVE_BYTES;
+/// Least memory kept free of a cgroup's limit, unless a quarter of the limit is less: 64 MiB.
+const LEAST_LIMIT_RESERVE_BYTES: u64 = 64 << 20;
 /// Default context that KV is reserved for, in tokens; the model's own context if that is shorter.
 pub const DEFAULT_CONTEXT: u32 = 4096;
 /// Default bytes of a KV element.
@@ -139,6 +141,12 @@ fn reserve(inputs: &Inputs) -> (u64, String) {
         0 => inputs.memory.host_free_bytes,
         total => total,
     };
+    if inputs.memory.host_is_limited {
+        let bytes = (total / 16).clamp(LEAST_LIMIT_RESERVE_BYTES, HOST_RESERVE_BYTES);
+        let why =
+            format!("kept free for this process: a sixteenth of its limit of {}", size(total));
+        return (bytes.min(total / 4), why);
+    }
     if total < SMALL_HOST_BYTES {
         return (
             total / 4,

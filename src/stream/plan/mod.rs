@@ -63,6 +63,9 @@ pub struct Memory {
     pub host_free_bytes: u64,
     /// RAM of the machine, or the limit of the cgroup if that is less.
     pub host_total_bytes: u64,
+    /// Whether that is the limit of a cgroup, and the limit decides: other programs take no memory
+    /// of it.
+    pub host_is_limited: bool,
     /// Memory that may be locked; `u64::MAX` = no limit.
     pub lockable_bytes: u64,
 }
@@ -105,7 +108,8 @@ pub struct PlanOptions {
     pub host_ceiling_bytes: Option<u64>,
     /// Kept free on the device; none = 256 MiB.
     pub device_safety_bytes: Option<u64>,
-    /// Kept free of host memory; none = 6 GiB, less on small machines.
+    /// Kept free of host memory; none = 6 GiB, less on small machines and in
+    /// cgroups.
     pub host_reserve_bytes: Option<u64>,
     /// Tokens of context that KV is reserved for where the engine computes; 0 = the model's, at
     /// most 4096.

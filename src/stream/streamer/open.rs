@@ -349,7 +349,6 @@ fn window_granularity(device: &dyn Device) -> Result<u64> {
 /// The memory of the machine, the cgroup, the device and the budget.
 pub fn memory_of(opts: &Opts) -> Memory {
     let facts = MemoryFacts::probe();
-    let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);
     // A device that does not know its free memory is assumed to have what the ceiling says.
     let device_free_bytes = opts
         .device
@@ -359,7 +358,8 @@ pub fn memory_of(opts: &Opts) -> Memory {
     let mut memory = Memory {
         device_free_bytes,
         host_free_bytes: facts.effective_bytes(),
-        host_total_bytes: facts.total_bytes.min(limit),
+        host_total_bytes: facts.usable_bytes(),
+        host_is_limited: facts.is_limited(),
         lockable_bytes: facts.lockable_bytes(),
     };
     if let Some(budget) = &opts.budget {

@@ -128,6 +128,29 @@ fn cpu_is_suggested_if_it_is_faster() {
     assert!(plan.processor_hint(&setup.inputs()).iter().all(|hint| !hint.in_place));
 }
 
+/// A process has its cgroup for itself; a machine has other programs.
+#[test]
+fn reserve_of_a_cgroup_limit_is_smaller_than_that_of_a_machine() {
+    let reserve = |total: u64, is_limited: bool| {
+        let mut setup = Setup::layers(&[MIB; 8], 0, total);
+        setup.plan_options.host_reserve_bytes = None;
+        setup.plan_options.kv_bytes = Some(0);
+        setup.memory.host_is_limited = is_limited;
+        let plan = setup.plan();
+        let figure = plan.figures.iter().find(|figure| figure.name == "host reserve");
+        figure.expect("a reserve").bytes
+    };
+    for (total, machine, limit) in [
+        (128 * MIB, 32 * MIB, 32 * MIB),
+        (512 * MIB, 128 * MIB, 64 * MIB),
+        (8 * GIB, 2 * GIB, GIB / 2),
+        (48 * GIB, 6 * GIB, 3 * GIB),
+        (200 * GIB, 6 * GIB, 6 * GIB),
+    ] {
+        assert_eq!((reserve(total, false), reserve(total, true)), (machine, limit), "{total}");
+    }
+}
+
 #[test]
 fn description_totals_are_consistent() {
     let mut setup = mixture(8, 4);

@@ -81,11 +81,11 @@ impl Args {
     /// The memory of this machine, or of the sizes on the command line.
     fn memory(&self) -> Memory {
         let facts = MemoryFacts::probe();
-        let limit = facts.cgroup.map_or(u64::MAX, |cgroup| cgroup.limit_bytes);
         let memory = Memory {
             device_free_bytes: self.device.unwrap_or(0),
             host_free_bytes: facts.effective_bytes(),
-            host_total_bytes: facts.total_bytes.min(limit),
+            host_total_bytes: facts.usable_bytes(),
+            host_is_limited: facts.is_limited(),
             lockable_bytes: facts.lockable_bytes(),
         };
         match self.host {
@@ -93,6 +93,7 @@ impl Args {
             Some(host) => Memory {
                 host_free_bytes: host,
                 host_total_bytes: host,
+                host_is_limited: false,
                 lockable_bytes: u64::MAX,
                 ..memory
             },
