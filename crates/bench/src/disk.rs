@@ -71,11 +71,13 @@ pub fn raw(
     }
     pieces.truncate((bytes / PIECE) as usize);
     let start = Instant::now();
+    let places = (stock.bytes() / PIECE) as usize;
     let pass = |first: usize| {
-        let place = stock.range(first as u64 * PIECE, PIECE).map_or(0, |a| a.addr());
-        for &(fd, offset) in pieces.iter().skip(first).step_by(depth) {
-            let address = stock.address().with_addr(place).cast();
-            // SAFETY: each thread has a part of the buffer.
+        for (at, &(fd, offset)) in pieces.iter().enumerate().skip(first).step_by(depth) {
+            let place = (at % places) as u64 * PIECE;
+            let address = stock.range(place, PIECE).unwrap_or(stock.address()).cast();
+            // SAFETY: inside the buffer. Where a thread is `places` pieces behind another, both
+            // fill the same part; its content is not used.
             let got = unsafe {
                 match access {
                     Access::Read => libc::pread(fd, address, PIECE as usize, offset as i64),

@@ -162,7 +162,8 @@ pub fn measure(paths: &[PathBuf], setting: &Setting) -> Outcome<Measured> {
         peak: std::array::from_fn(|_| Err(String::new())),
         readahead_kib: files.first().and_then(|file| Readahead::kib(file).ok()),
     };
-    let stock = stock()?;
+    // As a pass does, plain reads fill two slots in turn.
+    let stock = stock(slots_bytes)?;
     for turn in 0..setting.rounds {
         let plain = || raw(&files, kvtier::io::files::Access::Read, bytes, &stock, DEPTH as usize);
         round(&mut measured, &mut children, turn, setting.passes, plain)?;
