@@ -347,7 +347,7 @@ def comparison(all_subjects):
     result = engines.get("llama-2026-11-23", "restore_memory")
     row("time to restore 1,024 tokens from host memory, 21 runs, least and greatest", "",
         {"other": f"llama.cpp's state copy {ratios(result['ratio'], -1)}"}, engines, result["run"])
-    run = "load-peers-2026-11-26"
+    run = "load-peers-2026-11-28"
     ours = stream.get(run, side="kvtier")["value"]
     cells = "; ".join(f"{side} {ratios(ratio_of(ours, stream.get(run, side=side)['value']))}"
                       for side in ("Run:ai Model Streamer", "safetensors package"))
@@ -408,13 +408,14 @@ TABLES = {
                           lambda result: measured(result) + (
                               f"; in memory {number(result['baseline']['value'])}" if "baseline" in result else ""),
                           columns=["pairs found in the last 2,048 symbols", "prompt, offloaded", "decode, offloaded"]),
-    "stream": bars("stream", "stream-quiet", "stream-other", labels=["quiet run", "other run"]),
+    "stream": bars("stream", "weights-2026-11-28", "stream-quiet", "stream-other",
+                   labels=["2026-11-28", "quiet run", "other run"]),
     "stream-parts": two_runs("stream", "other", "parts", ["a pass, quiet run"], ["quiet run, ×", "other run, ×"]),
     "stream-device": pivot("stream", "device-passes", "placement", "c_ms", measured, corner="device/host/file",
                            columns=["c = 0.07 ms", "2 ms", "4 ms", "6.5 ms", "9 ms"]),
     "stream-demo": pivot("stream", "demo", "memory", "name", measured, corner="memory for weights",
                          columns=["a token"]),
-    "stream-peers": pivot("stream", "load-peers-2026-11-26", "side", "name", measured,
+    "stream-peers": pivot("stream", "load-peers-2026-11-28", "side", "name", measured,
                           columns=["loading a file, ÷ raw reads"]),
     "gpu": bars("device", "gpu-first", "gpu-later", "gpu-2026-11-27",
                 labels=["first", "later", "last"]),
