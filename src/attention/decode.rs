@@ -2,10 +2,12 @@
 
 use std::marker::PhantomData;
 
+use crate::attention::dot_bf16::applies;
 use crate::attention::kv_split::{KvSplit, PART_KEYS};
 use crate::attention::lanes::Lanes;
 use crate::attention::level::{Level, levels};
 use crate::attention::limits::{Limits, Workspace};
+use crate::attention::narrow::Part;
 use crate::attention::panel::{self, MAX_COLUMNS, PanelScratch};
 use crate::attention::problem::{Problem, check_item};
 use crate::attention::{lanes::portable::Portable, narrow};
@@ -255,7 +257,9 @@ unsafe fn decode_part<L: Lanes, const R: usize>(job: &Decode<'_>, part: u32, mem
     // SAFETY: guaranteed by the caller; sizes are those of `KvSplit::sizes`.
     unsafe {
         if job.is_narrow() {
-            narrow::attend::<L, R>(problem, split, part as usize, memory, job.memory);
+            let is_bf16 = applies(job.level, &problem.queries, &problem.keys);
+            let (part, results) = (part as usize, job.memory);
+            narrow::attend::<L, R>(&Part { problem, split, part, is_bf16, memory, results });
             return;
         }
         let (group, part) = (part % split.groups, (part / split.groups) as usize);

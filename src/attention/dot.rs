@@ -1,5 +1,5 @@
-//! Products of a few queries with keys, and weighted sums of values, on rows in place. Decode uses
-//! them, because it is bound by memory bandwidth.
+//! Products of a few queries with keys or boxes of pages, and weighted sums of values, on rows in
+//! place. Decode and page scores use them, because they are bound by memory bandwidth.
 
 use crate::attention::element::{Element, part};
 use crate::attention::lanes::Lanes;
@@ -10,66 +10,54 @@ use crate::attention::rows::Rows;
 const LINE_BYTES: usize = 64;
 
 /// Rows of a tile in memory, and their length.
+#[derive(Clone, Copy)]
 pub struct Tile {
-    /// Address of each row.
-    pub rows: [*const u8; TILE],
+    /// Addresses of rows; may be unaligned.
+    pub rows: *const *const u8,
+    /// Addresses of as many rows to prefetch as in [`Quad`]; may be unaligned.
+    pub upcoming: *const *const u8,
     /// Rows.
     pub count: usize,
     /// Numbers of a row.
     pub dim: usize,
 }
 
+/// Four rows to multiply, and four to prefetch, which need not exist.
+#[derive(Clone, Copy)]
+pub struct Quad {
+    /// Addresses of the rows.
+    pub rows: [*const u8; 4],
+    /// Addresses of the rows to prefetch, line by line as rows are read: processors drop some of
+    /// many prefetches at once.
+    pub upcoming: [*const u8; 4],
+    /// Numbers of a query. A box has twice as many, least numbers first.
+    pub dim: usize,
+}
+
 /// Computes the products of four rows with each query: `out[r * TILE + j]` for query r and row j.
-/// Queries are in the order of [`Element::place`], each `step` numbers with zeros at the end. Rows
-/// of `upcoming` are prefetched, line by line as rows are read: processors drop some of many
-/// prefetches at once.
+/// Rows are keys, or boxes (`BOX`): then each number of a query meets the number of the box that
+/// gives the larger product. Queries are in the order of [`Element::place`], each `step` numbers
+/// with zeros at the end.
 ///
 /// # Safety
-/// As of [`Lanes`]; all rows and queries exist and are of type E; `upcoming` need not exist.
+/// As of [`Lanes`]; all rows and queries exist and are of type E.
 #[inline(always)]
-pub unsafe fn dot_rows<L: Lanes, E: Element, const R: usize>(
-    rows: [*const u8; 4],
-    mut upcoming: [*const u8; 4],
-    dim: usize,
+pub unsafe fn dot_rows<L: Lanes, E: Element, const R: usize, const BOX: bool>(
+    mut quad: Quad,
     (queries, count, step): (*const f32, usize, usize),
     out: *mut f32,
 ) {
     let mut r = 0;
     // SAFETY: guaranteed by the caller; out has TILE places a query.
     unsafe {
-        while R >= 8 && r + 4 <= count {
-            dot_block::<L, E, 4>(
-                rows,
-                upcoming,
-                dim,
-                queries.add(r * step),
-                step,
-                out.add(r * TILE),
-            );
-            upcoming = rows;
-            r += 4;
-        }
-        while r + 2 <= count {
-            dot_block::<L, E, 2>(
-                rows,
-                upcoming,
-                dim,
-                queries.add(r * step),
-                step,
-                out.add(r * TILE),
-            );
-            upcoming = rows;
-            r += 2;
-        }
-        if r < count {
-            dot_block::<L, E, 1>(
-                rows,
-                upcoming,
-                dim,
-                queries.add(r * step),
-                step,
-                out.add(r * TILE),
-            );
+        while r < count {
+            let (queries, out) = (queries.add(r * step), out.add(r * TILE));
+            r += match count - r {
+                4.. if R >= 8 => dot_block::<L, E, 4, BOX>(quad, queries, step, out),
+                2.. => dot_block::<L, E, 2, BOX>(quad, queries, step, out),
+                _ => dot_block::<L, E, 1, BOX>(quad, queries, step, out),
+            };
+            quad.upcoming = quad.rows;
         }
     }
 }
@@ -97,161 +85,173 @@ pub unsafe fn prefetch<L: Lanes>(row: *const u8, bytes: usize) {
     }
 }
 
+/// Multiplies Q queries; returns Q.
+///
 /// # Safety
 /// As of [`dot_rows`].
 #[inline(always)]
-unsafe fn dot_block<L: Lanes, E: Element, const Q: usize>(
-    rows: [*const u8; 4],
-    upcoming: [*const u8; 4],
-    dim: usize,
+unsafe fn dot_block<L: Lanes, E: Element, const Q: usize, const BOX: bool>(
+    Quad { rows, upcoming, dim }: Quad,
     queries: *const f32,
     step: usize,
     out: *mut f32,
-) {
+) -> usize {
+    let beside = dim * E::BYTES;
     // SAFETY: guaranteed by the caller; nothing is read behind a row.
     unsafe {
         let mut sums = [[L::splat(0.0); 4]; Q];
         let whole = dim - dim % L::WIDTH;
         // The remainder comes first, so that the loop behind it has nothing but products.
         if whole < dim {
+            let (from, left) = (whole * E::BYTES, dim - whole);
+            let query = query_block::<L, Q>(queries.add(whole), step);
             for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
-                prefetch::<L>(upcoming.wrapping_add(whole * E::BYTES), (dim - whole) * E::BYTES);
-                let rest = part::<L, E>(row.add(whole * E::BYTES), dim - whole);
-                for (r, sums) in sums.iter_mut().enumerate() {
-                    let query = queries.add(r * step + whole);
-                    let sum = rest[0].fma(L::load(query), sums[j]);
-                    sums[j] = rest[1].fma(L::load(query.add(L::N)), sum);
-                }
+                prefetch::<L>(upcoming.wrapping_add(from), left * E::BYTES);
+                let x = part::<L, E>(row.add(from), left);
+                let y = if BOX { part::<L, E>(row.add(beside + from), left) } else { x };
+                add_products::<L, Q, BOX>(&mut sums, j, &query, x, y);
             }
         }
-        let mut at = 0;
-        while at < whole {
-            let mut query = [[L::splat(0.0); 2]; Q];
-            for (r, query) in query.iter_mut().enumerate() {
-                let from = queries.add(r * step + at);
-                *query = [L::load(from), L::load(from.add(L::N))];
-            }
+        for at in (0..whole).step_by(L::WIDTH) {
+            let from = at * E::BYTES;
+            let query = query_block::<L, Q>(queries.add(at), step);
             for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
-                prefetch::<L>(upcoming.wrapping_add(at * E::BYTES), L::WIDTH * E::BYTES);
-                let [x, y] = E::pair::<L>(row.add(at * E::BYTES));
-                for (sums, query) in sums.iter_mut().zip(&query) {
-                    sums[j] = y.fma(query[1], x.fma(query[0], sums[j]));
+                prefetch::<L>(upcoming.wrapping_add(from), L::WIDTH * E::BYTES);
+                let x = E::pair::<L>(row.add(from));
+                let mut y = x;
+                if BOX {
+                    prefetch::<L>(upcoming.wrapping_add(beside + from), L::WIDTH * E::BYTES);
+                    y = E::pair::<L>(row.add(beside + from));
                 }
+                add_products::<L, Q, BOX>(&mut sums, j, &query, x, y);
             }
-            at += L::WIDTH;
         }
-        for (r, sums) in sums.into_iter().enumerate() {
-            out.add(r * TILE).cast::<[f32; 4]>().write_unaligned(L::sums(sums));
+        L::store_sums(sums, out, TILE);
+    }
+    Q
+}
+
+/// Two vectors of each of Q queries.
+///
+/// # Safety
+/// As of [`dot_rows`].
+#[inline(always)]
+unsafe fn query_block<L: Lanes, const Q: usize>(from: *const f32, step: usize) -> [[L; 2]; Q] {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        let mut query = [[L::splat(0.0); 2]; Q];
+        for (r, query) in query.iter_mut().enumerate() {
+            let from = from.add(r * step);
+            *query = [L::load(from), L::load(from.add(L::N))];
+        }
+        query
+    }
+}
+
+/// Adds the products of Q queries with two vectors of row j: the numbers of a key, or the least and
+/// greatest numbers of a box.
+///
+/// # Safety
+/// As of [`dot_rows`].
+#[inline(always)]
+unsafe fn add_products<L: Lanes, const Q: usize, const BOX: bool>(
+    sums: &mut [[L; 4]; Q],
+    j: usize,
+    query: &[[L; 2]; Q],
+    x: [L; 2],
+    y: [L; 2],
+) {
+    for (sums, query) in sums.iter_mut().zip(query) {
+        for half in 0..2 {
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                let number = if BOX { query[half].by_sign(x[half], y[half]) } else { x[half] };
+                sums[j] = number.fma(query[half], sums[j]);
+            }
         }
     }
 }
 
 /// `out[r][..] = alpha[r] * out[r][..] + sum over i of weights[r * TILE + i] * row i`. `out` is in
-/// the order of [`Element::place`], each row `step` numbers. Rows of `upcoming` are prefetched as
-/// in [`dot_rows`].
+/// the order of [`Element::place`], each row `step` numbers.
 ///
 /// # Safety
 /// As of [`dot_rows`].
 #[inline(always)]
-pub unsafe fn weighted_sum<'a, L: Lanes, E: Element, const R: usize>(
-    tile: &'a Tile,
-    weights: *const f32,
-    alpha: *const f32,
+pub unsafe fn weighted_sum<L: Lanes, E: Element, const R: usize>(
+    mut tile: Tile,
+    (weights, alpha): (*const f32, *const f32),
     (out, count, step): (*mut f32, usize, usize),
-    mut upcoming: &'a Tile,
 ) {
     let mut r = 0;
     // SAFETY: guaranteed by the caller.
     unsafe {
-        while R >= 8 && r + 4 <= count {
-            let out = out.add(r * step);
-            weighted_block::<L, E, 4>(
-                tile,
-                weights.add(r * TILE),
-                alpha.add(r),
-                out,
-                step,
-                upcoming,
-            );
-            upcoming = tile;
-            r += 4;
-        }
-        while r + 2 <= count {
-            let out = out.add(r * step);
-            weighted_block::<L, E, 2>(
-                tile,
-                weights.add(r * TILE),
-                alpha.add(r),
-                out,
-                step,
-                upcoming,
-            );
-            upcoming = tile;
-            r += 2;
-        }
-        if r < count {
-            let out = out.add(r * step);
-            weighted_block::<L, E, 1>(
-                tile,
-                weights.add(r * TILE),
-                alpha.add(r),
-                out,
-                step,
-                upcoming,
-            );
+        while r < count {
+            let out = (out.add(r * step), step);
+            let weights = (weights.add(r * TILE), alpha.add(r));
+            r += match count - r {
+                4.. if R >= 8 => weighted_block::<L, E, 4>(&tile, weights, out),
+                2.. => weighted_block::<L, E, 2>(&tile, weights, out),
+                _ => weighted_block::<L, E, 1>(&tile, weights, out),
+            };
+            tile.upcoming = tile.rows;
         }
     }
 }
 
+/// Handles Q rows of weights; returns Q.
+///
 /// # Safety
 /// As of [`weighted_sum`].
 #[inline(always)]
 unsafe fn weighted_block<L: Lanes, E: Element, const Q: usize>(
     tile: &Tile,
-    weights: *const f32,
-    alpha: *const f32,
-    out: *mut f32,
-    step: usize,
-    upcoming: &Tile,
-) {
+    weights: (*const f32, *const f32),
+    out: (*mut f32, usize),
+) -> usize {
     let mut at = 0;
     // SAFETY: guaranteed by the caller; nothing is read behind a row.
     unsafe {
         while at + 2 * L::WIDTH <= tile.dim {
-            let read = |row: *const u8| {
-                let [a, b] = E::pair::<L>(row);
-                let [c, d] = E::pair::<L>(row.add(L::WIDTH * E::BYTES));
-                [a, b, c, d]
-            };
-            columns::<L, E, Q, 4>((tile, upcoming), at, weights, alpha, (out, step), read);
+            columns::<L, E, Q, 4>(tile, at, weights, out);
             at += 2 * L::WIDTH;
         }
         while at < tile.dim {
-            let left = tile.dim - at;
-            if left >= L::WIDTH {
-                let read = |row: *const u8| E::pair::<L>(row);
-                columns::<L, E, Q, 2>((tile, upcoming), at, weights, alpha, (out, step), read);
-            } else {
-                let read = |row: *const u8| part::<L, E>(row, left);
-                columns::<L, E, Q, 2>((tile, upcoming), at, weights, alpha, (out, step), read);
-            }
+            columns::<L, E, Q, 2>(tile, at, weights, out);
             at += L::WIDTH;
         }
     }
+    Q
 }
 
-/// Handles the numbers from `at` on; `read` returns V vectors of a row.
+/// V vectors of a row, of which `left` numbers exist.
+///
+/// # Safety
+/// As of [`weighted_sum`].
+#[inline(always)]
+unsafe fn vectors<L: Lanes, E: Element, const V: usize>(row: *const u8, left: usize) -> [L; V] {
+    // SAFETY: guaranteed by the caller; V is even.
+    unsafe {
+        let mut all = [L::splat(0.0); V];
+        for pair in 0..V / 2 {
+            let row = row.wrapping_add(pair * L::WIDTH * E::BYTES);
+            let both = if left >= V * L::N { E::pair(row) } else { part::<L, E>(row, left) };
+            [all[2 * pair], all[2 * pair + 1]] = both;
+        }
+        all
+    }
+}
+
+/// Handles the numbers from `at` on, V vectors of each row. Only two vectors may be incomplete.
 ///
 /// # Safety
 /// As of [`weighted_sum`].
 #[inline(always)]
 unsafe fn columns<L: Lanes, E: Element, const Q: usize, const V: usize>(
-    (tile, upcoming): (&Tile, &Tile),
+    tile: &Tile,
     at: usize,
-    weights: *const f32,
-    alpha: *const f32,
+    (weights, alpha): (*const f32, *const f32),
     (out, step): (*mut f32, usize),
-    read: impl Fn(*const u8) -> [L; V],
 ) {
     // SAFETY: guaranteed by the caller.
     unsafe {
@@ -263,11 +263,12 @@ unsafe fn columns<L: Lanes, E: Element, const Q: usize, const V: usize>(
                 *sum = L::load(out.add(r * step + v * L::N)).mul(alpha);
             }
         }
-        let (rows, upcoming) = (tile.rows.as_ptr(), upcoming.rows.as_ptr());
         let from = at * E::BYTES;
         for i in 0..tile.count {
-            prefetch::<L>(upcoming.add(i).read().wrapping_add(from), V * L::N * E::BYTES);
-            let values = read(rows.add(i).read().add(from));
+            let upcoming = tile.upcoming.add(i).read_unaligned();
+            prefetch::<L>(upcoming.wrapping_add(from), V * L::N * E::BYTES);
+            let row = tile.rows.add(i).read_unaligned().add(from);
+            let values = vectors::<L, E, V>(row, tile.dim - at);
             for (r, sums) in sums.iter_mut().enumerate() {
                 let weight = L::splat(*weights.add(r * TILE + i));
                 for (sum, value) in sums.iter_mut().zip(values) {

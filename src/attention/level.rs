@@ -11,11 +11,14 @@ pub enum Level {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// The same with AVX-512 BF16, whose products decode and page scores use.
+    Avx512Bf16,
 }
 
 impl Level {
     /// Every level, the best last.
-    pub const ALL: [Level; 4] = [Level::Portable, Level::Neon, Level::Avx2, Level::Avx512];
+    pub const ALL: [Level; 5] =
+        [Level::Portable, Level::Neon, Level::Avx2, Level::Avx512, Level::Avx512Bf16];
 
     /// Whether this processor supports it.
     pub fn is_supported(self) -> bool {
@@ -36,8 +39,12 @@ impl Level {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vl")
             }
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Bf16 => {
+                Level::Avx512.is_supported() && is_x86_feature_detected!("avx512bf16")
+            }
             #[cfg(not(target_arch = "x86_64"))]
-            Level::Avx2 | Level::Avx512 => false,
+            Level::Avx2 | Level::Avx512 | Level::Avx512Bf16 => false,
         }
     }
 
@@ -73,9 +80,12 @@ macro_rules! levels {
                 unsafe { $generic::<$crate::attention::lanes::avx512::Avx512, 8>($($arg),*) }
             }
             match level {
-                // SAFETY: guaranteed by the caller, and the level is supported.
                 #[cfg(target_arch = "x86_64")]
-                $crate::attention::level::Level::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::attention::level::Level::Avx512
+                | $crate::attention::level::Level::Avx512Bf16 => {
+                    // SAFETY: guaranteed by the caller, and the level is supported.
+                    unsafe { avx512($($arg),*) }
+                }
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 $crate::attention::level::Level::Avx2 => unsafe { avx2($($arg),*) },

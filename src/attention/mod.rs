@@ -22,7 +22,8 @@
 //!
 //! # Bounds
 //!
-//! Sums are computed in f32, whatever type is read. With u = 2^-24, D numbers of a head, n keys
+//! Sums are computed in f32, whatever type is read. Where both factors are bf16, decode and page
+//! scores may count numbers below 2^-126 as 0. With u = 2^-24, D numbers of a head, n keys
 //! that a query sees, and A the largest sum over d of `|q[d] * k[d]| * scale` of them, results
 //! differ from exact ones by up to
 //!
@@ -39,6 +40,7 @@
 pub mod column_sums;
 pub mod decode;
 pub mod dot;
+pub mod dot_bf16;
 pub mod element;
 pub mod key_cursor;
 pub mod keys;

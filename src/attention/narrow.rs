@@ -1,10 +1,11 @@
 //! Decode with few rows of queries: reads one tile of keys at a time, in place.
 
-use crate::attention::dot::{Tile, dot_rows, prefetch, weighted_sum};
+use crate::attention::dot::{Quad, Tile, dot_rows, prefetch, weighted_sum};
+use crate::attention::dot_bf16::dot_rows_bf16;
 use crate::attention::element::{Bf16, Element, F16, F32, I8, read};
 use crate::attention::kv_split::{KvSplit, PART_KEYS};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
-use crate::attention::panel::{Columns, OutputRows, TILE, log_sum, normalizer};
+use crate::attention::panel::{Columns, TILE, log_sum, normalizer};
 use crate::attention::problem::Problem;
 use crate::attention::rows::{MAX_DIM, Rows, Scales};
 use crate::meta::dtype::Dtype;
@@ -19,9 +20,19 @@ fn padded(dim: u32) -> usize {
 
 /// Numbers of scratch for the rows of all groups.
 pub fn scratch(problem: &Problem<'_>, rows: usize, groups: usize) -> usize {
-    let row = padded(problem.keys.dim()) + padded(problem.values.dim()) + TILE + 3;
-    rows * row + groups * 2 * (TILE + 1) + MAX_DIM as usize
+    rows * row_numbers(problem) + groups * 2 * TILE_NUMBERS + MAX_DIM as usize
 }
+
+/// Numbers of scratch of a row: its query, its sums, its scores, its maximum and a factor.
+fn row_numbers(problem: &Problem<'_>) -> usize {
+    padded(problem.keys.dim()) + padded(problem.values.dim()) + SUM_LANES + TILE + 2
+}
+
+/// Lanes of the sum of a row's weights.
+const SUM_LANES: usize = MAX_WIDTH / 2;
+
+/// Numbers of scratch of a selected tile: tokens, addresses of keys and of values, a count.
+const TILE_NUMBERS: usize = TILE * (1 + 2 * size_of::<*const u8>() / 4) + 1;
 
 /// Calls a generic function for the type of rows.
 macro_rules! by_type {
@@ -72,10 +83,12 @@ unsafe fn scale_tokens(
 /// `row` has `dim` numbers; `to` has room for them, padded with zeros.
 #[inline(always)]
 pub unsafe fn permute<L: Lanes, E: Element>(row: *const f32, dim: usize, to: *mut f32) {
+    let all = dim.next_multiple_of(MAX_WIDTH);
     // SAFETY: guaranteed by the caller; places are below the next multiple of two vectors.
     unsafe {
-        (0..dim.next_multiple_of(MAX_WIDTH)).for_each(|d| to.add(d).write(0.0));
-        (0..dim).for_each(|d| to.add(E::place::<L>(d)).write(*row.add(d)));
+        for d in 0..all {
+            to.add(E::place::<L>(d)).write(if d < dim { *row.add(d) } else { 0.0 });
+        }
     }
 }
 
@@ -94,133 +107,54 @@ struct GroupScratch {
     queries: *mut f32,
     out: *mut f32,
     scores: *mut f32,
+    sums: *mut f32,
     max: *mut f32,
-    sum: *mut f32,
     alpha: *mut f32,
-    /// Keys of a tile and of the next one, alternating.
-    tokens: *mut [u32; TILE],
-    /// Number of keys in each.
-    counts: *mut u32,
+    /// A tile and the next one, alternating.
+    tiles: *mut f32,
     /// One row, shared by all groups.
     row: *mut f32,
 }
 
-impl GroupScratch {
-    /// # Safety
-    /// `memory` has the size of [`scratch`] for all rows.
-    #[inline(always)]
-    unsafe fn of(
-        problem: &Problem<'_>,
-        split: &KvSplit,
-        group: u32,
-        memory: *mut f32,
-    ) -> GroupScratch {
-        let (step, value_step) = (padded(problem.keys.dim()), padded(problem.values.dim()));
-        let rows = split.rows;
-        // SAFETY: laid out as in `scratch`: the row, then group after group.
-        unsafe {
-            let size = rows * (step + value_step + TILE + 3) + 2 * (TILE + 1);
-            let queries = memory.add(MAX_DIM as usize + group as usize * size);
-            let out = queries.add(rows * step);
-            let scores = out.add(rows * value_step);
-            let max = scores.add(rows * TILE);
-            let (sum, alpha, tokens) = (max.add(rows), max.add(2 * rows), max.add(3 * rows));
-            let (tokens, counts) = (tokens.cast(), tokens.add(2 * TILE).cast());
-            GroupScratch { queries, out, scores, max, sum, alpha, tokens, counts, row: memory }
-        }
-    }
+/// A selected tile of a group in its scratch.
+struct Selected<'a> {
+    tokens: &'a [u32],
+    keys: *const *const u8,
+    values: *const *const u8,
+}
+
+/// What threads compute one part of: all groups, each of up to [`MAX_ROWS`] rows.
+pub struct Part<'a> {
+    /// The problem.
+    pub problem: &'a Problem<'a>,
+    /// Its split.
+    pub split: &'a KvSplit,
+    /// The part.
+    pub part: usize,
+    /// Whether queries stay bf16 ([`applies`](crate::attention::dot_bf16::applies)).
+    pub is_bf16: bool,
+    /// Scratch, of the size of [`scratch`] for all rows.
+    pub memory: *mut f32,
+    /// Results, of the size of [`KvSplit::sizes`].
+    pub results: *mut f32,
 }
 
 impl GroupScratch {
-    /// The keys of a selected tile.
+    /// The selected tile.
     ///
     /// # Safety
     /// The tile was selected, and is the last one or the one before it.
     #[inline(always)]
-    unsafe fn keys(&self, tile: usize) -> &[u32] {
-        // SAFETY: counts are at most TILE.
+    unsafe fn tile(&self, tile: usize) -> Selected<'_> {
+        // SAFETY: laid out by `Part::select`; counts are at most TILE.
         unsafe {
-            let count = *self.counts.add(tile % 2) as usize;
-            std::slice::from_raw_parts(self.tokens.add(tile % 2).cast(), count)
+            let at = self.tiles.add(tile % 2 * TILE_NUMBERS);
+            let count = at.cast::<u32>().read() as usize;
+            let tokens = std::slice::from_raw_parts(at.add(1).cast(), count);
+            let keys = at.add(1 + TILE).cast::<*const u8>();
+            Selected { tokens, keys, values: keys.add(TILE) }
         }
     }
-}
-
-/// Addresses of the rows of tokens; places behind the last repeat it.
-#[inline(always)]
-fn at(rows: &Rows<'_>, head: u32, tokens: &[u32]) -> Tile {
-    let last = tokens.last().map_or(std::ptr::null(), |&token| rows.row(token, head));
-    let mut tile = Tile { rows: [last; TILE], count: tokens.len(), dim: rows.dim() as usize };
-    tile.rows.iter_mut().zip(tokens).for_each(|(row, &t)| *row = rows.row(t, head));
-    tile
-}
-
-/// Computes a part of all groups, each of up to [`MAX_ROWS`] rows: tile after tile, so that
-/// adjacent heads are read together.
-///
-/// # Safety
-/// As of [`Lanes`]; `memory` has the size of [`scratch`] for all rows, `results` that of
-/// [`KvSplit::sizes`].
-#[inline(always)]
-pub unsafe fn attend<L: Lanes, const R: usize>(
-    problem: &Problem<'_>,
-    split: &KvSplit,
-    part: usize,
-    memory: *mut f32,
-    results: *mut f32,
-) {
-    // SAFETY: guaranteed by the caller.
-    unsafe {
-        for group in 0..split.groups {
-            let scratch = GroupScratch::of(problem, split, group, memory);
-            begin::<L>(problem, &split.columns(group, 0, split.rows), &scratch);
-        }
-        let mut most = select_tile(problem, split, (part, 0), memory);
-        for tile in 0..PART_KEYS / TILE {
-            if most == 0 {
-                break;
-            }
-            products::<L, R>(problem, split, tile, memory, most);
-            most = select_tile(problem, split, (part, tile + 1), memory);
-            for group in 0..split.groups {
-                let place = split.place(problem, (group, part), results);
-                let scores = (place.scores, place.scores_step);
-                accumulate::<L, R>(problem, split, (group, tile), memory, scores);
-            }
-        }
-        for group in 0..split.groups {
-            let scratch = GroupScratch::of(problem, split, group, memory);
-            let place = split.place(problem, (group, part), results);
-            finish::<L>(problem, &split.columns(group, 0, split.rows), &scratch, &place);
-        }
-    }
-}
-
-/// Selects the keys of a tile of all groups; returns the number of keys of the largest group.
-/// Beyond its own tiles a part has no keys.
-///
-/// # Safety
-/// As of [`attend`].
-#[inline(always)]
-unsafe fn select_tile(
-    problem: &Problem<'_>,
-    split: &KvSplit,
-    (part, tile): (usize, usize),
-    memory: *mut f32,
-) -> usize {
-    let mut most = 0;
-    for group in 0..split.groups {
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            let scratch = GroupScratch::of(problem, split, group, memory);
-            let tokens = &mut *scratch.tokens.add(tile % 2);
-            let is_ours = tile < PART_KEYS / TILE;
-            let count = if is_ours { split.tile(problem, (group, part, tile), tokens) } else { 0 };
-            scratch.counts.add(tile % 2).write(count as u32);
-            most = most.max(count);
-        }
-    }
-    most
 }
 
 /// Bytes of a row.
@@ -228,108 +162,272 @@ fn row_bytes(rows: &Rows<'_>) -> usize {
     rows.dim() as usize * rows.dtype().bits() as usize / 8
 }
 
-/// Computes the products of a tile of all groups: a few keys of each in turn. Prefetches values.
+/// Computes a part: tile after tile, so that adjacent heads are read together.
 ///
 /// # Safety
-/// As of [`attend`].
+/// As of [`Lanes`]; memory is as [`Part`] says.
 #[inline(always)]
-unsafe fn products<L: Lanes, const R: usize>(
-    problem: &Problem<'_>,
-    split: &KvSplit,
-    tile: usize,
-    memory: *mut f32,
-    most: usize,
-) {
-    let (keys, values) = (&problem.keys, &problem.values);
-    let (dim, step) = (keys.dim() as usize, padded(keys.dim()));
-    for i in (0..most).step_by(4) {
-        for group in 0..split.groups {
-            // SAFETY: guaranteed by the caller; rows beyond the last repeat it.
+pub unsafe fn attend<L: Lanes, const R: usize>(part: &Part<'_>) {
+    let groups = part.split.groups;
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        // Loops instead of closures, which would be compiled without the features of this level.
+        for group in 0..groups {
+            part.begin::<L>(group);
+        }
+        let mut most = part.select(0);
+        for tile in 0..PART_KEYS / TILE {
+            if most == 0 {
+                break;
+            }
+            part.products::<L, R>(tile, most);
+            most = part.select(tile + 1);
+            for group in 0..groups {
+                part.accumulate::<L, R>(group, tile);
+            }
+        }
+        for group in 0..groups {
+            part.finish::<L>(group);
+        }
+    }
+}
+
+/// The safety of all methods is that of [`attend`].
+impl Part<'_> {
+    /// # Safety
+    /// As of [`attend`].
+    #[inline(always)]
+    unsafe fn scratch(&self, group: u32) -> GroupScratch {
+        let (key_step, value_step) =
+            (padded(self.problem.keys.dim()), padded(self.problem.values.dim()));
+        let (rows, all) = (self.split.rows, self.split.all_rows());
+        let before = group as usize * rows;
+        // SAFETY: laid out as in `scratch`. Each kind of number is contiguous for all groups, so
+        // that those in use do not compete for a few sets of the L1 cache.
+        unsafe {
+            let queries = self.memory.add(MAX_DIM as usize);
+            let out = queries.add(all * key_step);
+            let scores = out.add(all * value_step);
+            let sums = scores.add(all * TILE);
+            let max = sums.add(all * SUM_LANES);
+            let alpha = max.add(all);
+            GroupScratch {
+                queries: queries.add(before * key_step),
+                out: out.add(before * value_step),
+                scores: scores.add(before * TILE),
+                sums: sums.add(before * SUM_LANES),
+                max: max.add(before),
+                alpha: alpha.add(before),
+                tiles: alpha.add(all + group as usize * 2 * TILE_NUMBERS),
+                row: self.memory,
+            }
+        }
+    }
+
+    fn columns(&self, group: u32) -> Columns {
+        self.split.columns(group, 0, self.split.rows)
+    }
+
+    fn key_head(&self, group: u32) -> u32 {
+        self.problem.key_head(group * self.split.group)
+    }
+
+    /// Selects the keys of a tile of all groups; returns the number of keys of the largest group.
+    /// Beyond its own tiles a part has no keys.
+    ///
+    /// # Safety
+    /// As of [`attend`].
+    #[inline(always)]
+    unsafe fn select(&self, tile: usize) -> usize {
+        let mut most = 0;
+        for group in 0..self.split.groups {
+            let (mut tokens, mut count) = ([0; TILE], 0);
+            if tile < PART_KEYS / TILE {
+                count = self.split.tile(self.problem, (group, self.part, tile), &mut tokens);
+            }
+            // Places behind the last key repeat it.
+            let last = tokens[count.saturating_sub(1)];
+            tokens[count..].fill(last);
+            let head = self.key_head(group);
+            // SAFETY: guaranteed by the caller; addresses may be unaligned.
             unsafe {
-                let scratch = GroupScratch::of(problem, split, group, memory);
-                let tokens = scratch.keys(tile);
-                if i >= tokens.len() {
+                let at = self.scratch(group).tiles.add(tile % 2 * TILE_NUMBERS);
+                at.cast::<u32>().write(count as u32);
+                at.add(1).cast::<[u32; TILE]>().write(tokens);
+                if count > 0 {
+                    let to = at.add(1 + TILE).cast::<[*const u8; TILE]>();
+                    to.write_unaligned(self.problem.keys.addresses(&tokens, head));
+                    to.add(1).write_unaligned(self.problem.values.addresses(&tokens, head));
+                }
+            }
+            most = most.max(count);
+        }
+        most
+    }
+
+    /// Computes the products of a tile of all groups: a few keys of each in turn. Prefetches values.
+    ///
+    /// # Safety
+    /// As of [`attend`].
+    #[inline(always)]
+    unsafe fn products<L: Lanes, const R: usize>(&self, tile: usize, most: usize) {
+        let keys = &self.problem.keys;
+        let (dim, rows, step) = (keys.dim() as usize, self.split.rows, padded(keys.dim()));
+        for i in (0..most).step_by(4) {
+            for group in 0..self.split.groups {
+                // SAFETY: guaranteed by the caller.
+                unsafe {
+                    let scratch = self.scratch(group);
+                    let selected = scratch.tile(tile);
+                    if i >= selected.tokens.len() {
+                        continue;
+                    }
+                    let four = |from: *const *const u8| {
+                        from.add(i).cast::<[*const u8; 4]>().read_unaligned()
+                    };
+                    if tile == 0 && i + 4 < selected.tokens.len() {
+                        for row in four(selected.keys.add(4)) {
+                            prefetch::<L>(row, row_bytes(keys));
+                        }
+                    }
+                    let (rows_of, upcoming) = (four(selected.keys), four(selected.values));
+                    let (quad, to) = (Quad { rows: rows_of, upcoming, dim }, scratch.scores.add(i));
+                    if self.is_bf16 {
+                        let queries = (scratch.queries.cast_const().cast(), rows, 2 * step);
+                        dot_rows_bf16::<false>(quad, queries, to);
+                        continue;
+                    }
+                    let queries = (scratch.queries.cast_const(), rows, step);
+                    by_type!(keys, dot_keys, L, R; quad, queries, to);
+                }
+            }
+        }
+    }
+
+    /// Accumulates a tile of values of a group, by the products of its keys. Prefetches keys of the
+    /// next tile.
+    ///
+    /// # Safety
+    /// As of [`attend`].
+    #[inline(always)]
+    unsafe fn accumulate<L: Lanes, const R: usize>(&self, group: u32, tile: usize) {
+        let (keys, values, rows) = (&self.problem.keys, &self.problem.values, self.split.rows);
+        let head = self.key_head(group);
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let scratch = &self.scratch(group);
+            let selected = scratch.tile(tile);
+            let tokens = selected.tokens;
+            if self.is_bf16 {
+                scale_all::<L>(scratch.scores, rows * TILE, self.problem.binary_scale());
+            }
+            scale_tokens(keys, head, tokens, scratch.scores, rows);
+            mask_hidden(self.problem, &self.columns(group), tokens, scratch);
+            let place = self.split.place(self.problem, (group, self.part), self.results);
+            if !place.scores.is_null() {
+                for r in 0..rows {
+                    let from = scratch.scores.add(r * TILE);
+                    let to = place.scores.add(r * place.scores_step + tile * TILE);
+                    std::ptr::copy_nonoverlapping(from, to, tokens.len());
+                }
+            }
+            exponentials::<L>(rows, scratch);
+            scale_tokens(values, head, tokens, scratch.scores, rows);
+            let upcoming = match scratch.tile(tile + 1) {
+                Selected { tokens: [], .. } => selected.values,
+                next => next.keys,
+            };
+            let dim = values.dim() as usize;
+            let tile = Tile { rows: selected.values, upcoming, count: tokens.len(), dim };
+            let out = (scratch.out, rows, padded(values.dim()));
+            let weights = (scratch.scores.cast_const(), scratch.alpha.cast_const());
+            by_type!(values, weighted_sum, L, R; tile, weights, out);
+        }
+    }
+
+    /// # Safety
+    /// As of [`attend`].
+    #[inline(always)]
+    unsafe fn begin<L: Lanes>(&self, group: u32) {
+        let (keys, queries) = (&self.problem.keys, &self.problem.queries);
+        let (dim, step) = (keys.dim() as usize, padded(keys.dim()));
+        let (scale, channels) = (self.problem.binary_scale(), channels(keys, self.key_head(group)));
+        let columns = self.columns(group);
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let scratch = self.scratch(group);
+            for r in 0..columns.count {
+                let ((query, head), to) = (columns.at(r), scratch.queries.add(r * step));
+                scratch.max.add(r).write(f32::MIN);
+                if self.is_bf16 {
+                    std::ptr::copy_nonoverlapping(queries.row(query, head), to.cast(), 2 * dim);
                     continue;
                 }
-                let head = problem.key_head(group * split.group);
-                if tile == 0 {
-                    for &token in tokens.iter().skip(i + 4).take(4) {
-                        prefetch::<L>(keys.row(token, head), row_bytes(keys));
-                    }
+                read::<L>(queries, head, &[query], scratch.row);
+                (0..dim).for_each(|d| *scratch.row.add(d) *= scale);
+                if let Some(scales) = channels {
+                    scales.iter().enumerate().for_each(|(d, scale)| *scratch.row.add(d) *= scale);
                 }
-                let dot_block = [0, 1, 2, 3].map(|j| tokens[(i + j).min(tokens.len() - 1)]);
-                let rows = dot_block.map(|token| keys.row(token, head));
-                let upcoming = dot_block.map(|token| values.row(token, head));
-                let queries = (scratch.queries.cast_const(), split.rows, step);
-                by_type!(keys, dot_rows, L, R; rows, upcoming, dim, queries, scratch.scores.add(i));
+                by_type!(keys, permute, L; scratch.row, dim, to);
+            }
+            let numbers = columns.count * padded(self.problem.values.dim());
+            (0..numbers).for_each(|i| scratch.out.add(i).write(0.0));
+            (0..columns.count * SUM_LANES).for_each(|i| scratch.sums.add(i).write(0.0));
+        }
+    }
+
+    /// # Safety
+    /// As of [`attend`].
+    #[inline(always)]
+    unsafe fn finish<L: Lanes>(&self, group: u32) {
+        let values = &self.problem.values;
+        let (dim, step) = (values.dim() as usize, padded(values.dim()));
+        let (columns, channels) = (self.columns(group), channels(values, self.key_head(group)));
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let scratch = self.scratch(group);
+            let place = self.split.place(self.problem, (group, self.part), self.results);
+            for r in 0..columns.count {
+                let to = (columns.skip as usize + r) * place.step;
+                let sum = L::load(scratch.sums.add(r * SUM_LANES)).sum();
+                let out = place.out.add(to * dim);
+                by_type!(values, unpermute, L; scratch.out.add(r * step), dim, out);
+                let normalizer = normalizer(sum);
+                (0..dim).for_each(|d| *out.add(d) *= normalizer);
+                if let Some(scales) = channels {
+                    scales.iter().enumerate().for_each(|(d, scale)| *out.add(d) *= scale);
+                }
+                place.lse.add(to).write(log_sum(*scratch.max.add(r), sum));
             }
         }
     }
 }
 
-/// Accumulates a tile of values of a group, by the products of its keys. Prefetches keys of the
-/// next tile.
+/// [`dot_rows`] of keys.
 ///
 /// # Safety
-/// As of [`attend`].
+/// As of `dot_rows`.
 #[inline(always)]
-unsafe fn accumulate<L: Lanes, const R: usize>(
-    problem: &Problem<'_>,
-    split: &KvSplit,
-    (group, tile): (u32, usize),
-    memory: *mut f32,
-    (scores, scores_step): (*mut f32, usize),
+unsafe fn dot_keys<L: Lanes, E: Element, const R: usize>(
+    quad: Quad,
+    queries: (*const f32, usize, usize),
+    out: *mut f32,
 ) {
-    let (keys, values) = (&problem.keys, &problem.values);
-    let columns = &split.columns(group, 0, split.rows);
-    let (rows, head) = (split.rows, problem.key_head(columns.first_head));
     // SAFETY: guaranteed by the caller.
-    unsafe {
-        let scratch = &GroupScratch::of(problem, split, group, memory);
-        let tokens = scratch.keys(tile);
-        scale_tokens(keys, head, tokens, scratch.scores, rows);
-        mask_hidden(problem, columns, tokens, scratch);
-        if !scores.is_null() {
-            for r in 0..rows {
-                let (from, to) = (scratch.scores.add(r * TILE), scores.add(r * scores_step));
-                std::ptr::copy_nonoverlapping(from, to.add(tile * TILE), tokens.len());
-            }
-        }
-        exponentials::<L>(rows, scratch);
-        scale_tokens(values, head, tokens, scratch.scores, rows);
-        let of_values = at(values, head, tokens);
-        let out = (scratch.out, rows, padded(values.dim()));
-        let weights = (scratch.scores.cast_const(), scratch.alpha.cast_const());
-        let upcoming = match scratch.keys(tile + 1) {
-            [] => at(values, head, tokens),
-            next => at(keys, head, next),
-        };
-        by_type!(values, weighted_sum, L, R; &of_values, weights.0, weights.1, out, &upcoming);
-    }
+    unsafe { dot_rows::<L, E, R, false>(quad, queries, out) }
 }
 
+/// Multiplies numbers, whose count is a multiple of [`TILE`].
+///
 /// # Safety
-/// As of [`attend`].
+/// As of [`Lanes`].
 #[inline(always)]
-unsafe fn begin<L: Lanes>(problem: &Problem<'_>, columns: &Columns, scratch: &GroupScratch) {
-    let (dim, step) = (problem.keys.dim() as usize, padded(problem.keys.dim()));
-    let (keys, scale) = (&problem.keys, problem.binary_scale());
-    let channels = channels(keys, problem.key_head(columns.first_head));
+unsafe fn scale_all<L: Lanes>(numbers: *mut f32, count: usize, scale: f32) {
     // SAFETY: guaranteed by the caller.
     unsafe {
-        for r in 0..columns.count {
-            let (query, head) = columns.at(r);
-            read::<L>(&problem.queries, head, &[query], scratch.row);
-            (0..dim).for_each(|d| *scratch.row.add(d) *= scale);
-            if let Some(scales) = channels {
-                scales.iter().enumerate().for_each(|(d, scale)| *scratch.row.add(d) *= scale);
-            }
-            by_type!(keys, permute, L; scratch.row, dim, scratch.queries.add(r * step));
-            scratch.max.add(r).write(f32::MIN);
-            scratch.sum.add(r).write(0.0);
+        for i in (0..count).step_by(L::N) {
+            L::load(numbers.add(i)).mul(L::splat(scale)).store(numbers.add(i));
         }
-        let numbers = columns.count * padded(problem.values.dim());
-        (0..numbers).for_each(|i| scratch.out.add(i).write(0.0));
     }
 }
 
@@ -356,59 +454,38 @@ unsafe fn mask_hidden(
     }
 }
 
-/// Turns scores into weights, and computes the factors of earlier sums.
+/// Turns scores into weights, adds them to the sums of rows, and computes the factors of earlier
+/// sums.
 ///
 /// # Safety
 /// As of [`attend`].
 #[inline(always)]
 unsafe fn exponentials<L: Lanes>(count: usize, scratch: &GroupScratch) {
-    for r in 0..count {
-        // SAFETY: guaranteed by the caller.
-        unsafe {
+    // SAFETY: guaranteed by the caller.
+    unsafe {
+        for r in 0..count {
             let scores = scratch.scores.add(r * TILE);
             let mut most = L::load(scores);
-            (1..TILE / L::N).for_each(|i| most = most.max(L::load(scores.add(i * L::N))));
+            for i in 1..TILE / L::N {
+                most = most.max(L::load(scores.add(i * L::N)));
+            }
             let before = *scratch.max.add(r);
             let max = most.largest();
             let max = if max > before { max } else { before };
-            let (top, mut total) = (L::splat(max), L::splat(0.0));
+            let alpha = if max > before { L::splat(before - max).exp2().first() } else { 1.0 };
+            scratch.alpha.add(r).write(alpha);
+            scratch.max.add(r).write(max);
+        }
+        for r in 0..count {
+            let (scores, sums) = (scratch.scores.add(r * TILE), scratch.sums.add(r * SUM_LANES));
+            let top = L::splat(*scratch.max.add(r));
+            let mut total = L::load(sums).mul(L::splat(*scratch.alpha.add(r)));
             for i in 0..TILE / L::N {
                 let weight = L::load(scores.add(i * L::N)).sub(top).exp2();
                 weight.store(scores.add(i * L::N));
                 total = total.add(weight);
             }
-            let alpha = if max > before { L::splat(before - max).exp2().first() } else { 1.0 };
-            scratch.alpha.add(r).write(alpha);
-            scratch.max.add(r).write(max);
-            scratch.sum.add(r).write(*scratch.sum.add(r) * alpha + total.sum());
-        }
-    }
-}
-
-/// # Safety
-/// As of [`attend`].
-#[inline(always)]
-unsafe fn finish<L: Lanes>(
-    problem: &Problem<'_>,
-    columns: &Columns,
-    scratch: &GroupScratch,
-    place: &OutputRows,
-) {
-    let (values, step) = (&problem.values, padded(problem.values.dim()));
-    let dim = values.dim() as usize;
-    let channels = channels(values, problem.key_head(columns.first_head));
-    for r in 0..columns.count {
-        let to = (columns.skip as usize + r) * place.step;
-        // SAFETY: guaranteed by the caller.
-        unsafe {
-            let (sum, out) = (*scratch.sum.add(r), place.out.add(to * dim));
-            by_type!(values, unpermute, L; scratch.out.add(r * step), dim, out);
-            let normalizer = normalizer(sum);
-            (0..dim).for_each(|d| *out.add(d) *= normalizer);
-            if let Some(scales) = channels {
-                scales.iter().enumerate().for_each(|(d, scale)| *out.add(d) *= scale);
-            }
-            place.lse.add(to).write(log_sum(*scratch.max.add(r), sum));
+            total.store(sums);
         }
     }
 }

@@ -2,11 +2,12 @@
 //! number of a page's keys.
 //!
 //! A page of a head is one row of `2 * dim` numbers, least values first. The largest product that
-//! any key in the box can have with a query is then one product: of this row with the query's
-//! negative numbers followed by its positive ones. Rows are f32, or bf16 rounded outward, so that
-//! the box contains every key. Rounding errors are bounded in [`attention`](super).
+//! any key in the box can have with a query is then one product: each negative number of the query
+//! meets the least value, each other number the greatest. Rows are f32, or bf16 rounded outward, so
+//! that the box contains every key. Rounding errors are bounded in [`attention`](super).
 
-use crate::attention::dot::dot_rows;
+use crate::attention::dot::{Quad, dot_rows};
+use crate::attention::dot_bf16::{applies, dot_rows_bf16};
 use crate::attention::element::{Bf16, F32, read};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
 use crate::attention::level::{Level, levels};
@@ -108,10 +109,14 @@ unsafe fn read_row<L: Lanes, const R: usize>(rows: &Rows<'_>, head: u32, token: 
 }
 
 /// Numbers of scratch for [`scores`].
-pub fn scratch(pages: &Rows<'_>, queries: &Rows<'_>) -> usize {
-    let dim = (pages.dim() as usize).next_multiple_of(MAX_WIDTH);
+pub fn scratch(queries: &Rows<'_>) -> usize {
     let rows = queries.tokens() as usize * queries.heads() as usize;
-    rows * (dim + TILE) + 2 * MAX_DIM as usize
+    rows * (padded(queries) + TILE) + MAX_DIM as usize
+}
+
+/// Numbers of a query, padded with zeros.
+fn padded(queries: &Rows<'_>) -> usize {
+    (queries.dim() as usize).next_multiple_of(MAX_WIDTH)
 }
 
 /// Scores of pages from `from` on, `[T, query heads, count]`: for each query and query head the sum
@@ -146,21 +151,24 @@ pub fn scores(
         fail!(Limit, "{} queries of {heads} heads exceed the limit", queries.tokens());
     }
     let rows = queries.tokens() as usize * heads as usize;
-    if out.len() != rows * count as usize || memory.len() < scratch(pages, queries) {
+    if out.len() != rows * count as usize || memory.len() < scratch(queries) {
         fail!(TooSmall, "out has {} numbers and scratch {}: too few", out.len(), memory.len());
     }
     let level = if level.is_supported() { level } else { Level::best() };
     // SAFETY: sizes were checked above.
-    unsafe { run(level, pages, queries, (from, count), out, memory) };
+    unsafe {
+        let is_bf16 = applies(level, queries, pages);
+        run(level, (pages, queries), (from, count), is_bf16, out, memory);
+    };
     Ok(())
 }
 
 levels! {
     /// Scores of a range of pages.
     run = score_pages(
-        pages: &Rows<'_>,
-        queries: &Rows<'_>,
+        inputs: (&Rows<'_>, &Rows<'_>),
         range: (u32, u32),
+        is_bf16: bool,
         out: &mut [f32],
         memory: &mut [f32],
     )
@@ -171,62 +179,90 @@ levels! {
 const LINE: u32 = 16;
 
 /// # Safety
-/// Sizes are as [`scores`] checks them.
+/// Sizes are as [`scores`] checks them; `is_bf16` only where [`applies`] says so.
 #[inline(always)]
 unsafe fn score_pages<L: Lanes, const R: usize>(
-    pages: &Rows<'_>,
-    queries: &Rows<'_>,
+    (pages, queries): (&Rows<'_>, &Rows<'_>),
     (from, count): (u32, u32),
+    is_bf16: bool,
     out: &mut [f32],
     memory: &mut [f32],
 ) {
-    let dim = pages.dim() as usize;
-    let (heads, group) = (queries.heads() as usize, queries.heads() / pages.heads());
-    let rows = (queries.tokens() * group) as usize;
-    let step = dim.next_multiple_of(MAX_WIDTH);
+    let (dim, step) = (queries.dim() as usize, padded(queries));
+    let rows = (queries.tokens() * (queries.heads() / pages.heads())) as usize;
     // SAFETY: laid out as in `scratch`.
     unsafe {
         let row = memory.as_mut_ptr();
-        let found = row.add(2 * MAX_DIM as usize);
+        let found = row.add(MAX_DIM as usize);
         let packed = found.add(rows * pages.heads() as usize * TILE);
-        for key_head in 0..pages.heads() {
-            for r in 0..rows {
-                let (query, head) = row_position(r as u32, group, key_head);
-                sign_split::<L>(queries, head, query, row);
-                let to = packed.add((key_head as usize * rows + r) * step);
-                match pages.dtype() {
-                    Dtype::Bf16 => permute::<L, Bf16>(row, dim, to),
-                    _ => permute::<L, F32>(row, dim, to),
-                }
-            }
-        }
+        pack::<L>((pages, queries), is_bf16, row, packed);
         for first in (0..count).step_by(LINE as usize) {
             let width = (count - first).min(LINE);
             // Heads of a page are adjacent: a few pages of each head in turn.
             for quad in (first..first + width).step_by(4) {
                 let page = |j: u32| from + (quad + j).min(count - 1);
                 for key_head in 0..pages.heads() {
-                    let at = [0, 1, 2, 3].map(|j| pages.row(page(j), key_head));
-                    let upcoming = [8, 9, 10, 11].map(|j| pages.row(page(j), key_head));
+                    let addresses = |j: [u32; 4]| j.map(|j| pages.row(page(j), key_head));
                     let row = key_head as usize * rows;
-                    let queries = (packed.add(row * step).cast_const(), rows, step);
                     let to = found.add(row * TILE + (quad - first) as usize);
+                    let quad = Quad {
+                        rows: addresses([0, 1, 2, 3]),
+                        upcoming: addresses([8, 9, 10, 11]),
+                        dim,
+                    };
+                    let queries = (packed.add(row * step).cast_const(), rows, step);
                     match pages.dtype() {
-                        Dtype::Bf16 => dot_rows::<L, Bf16, R>(at, upcoming, dim, queries, to),
-                        _ => dot_rows::<L, F32, R>(at, upcoming, dim, queries, to),
+                        Dtype::Bf16 if is_bf16 => {
+                            let queries = (queries.0.cast(), rows, 2 * step);
+                            dot_rows_bf16::<true>(quad, queries, to);
+                        }
+                        Dtype::Bf16 => dot_rows::<L, Bf16, R, true>(quad, queries, to),
+                        _ => dot_rows::<L, F32, R, true>(quad, queries, to),
                     }
                 }
             }
             let mut from = found.cast_const();
-            for key_head in 0..pages.heads() as usize {
-                for query in 0..queries.tokens() as usize {
-                    for head in key_head * group as usize..(key_head + 1) * group as usize {
-                        let line = (query * heads + head) * count as usize;
-                        let to = out.as_mut_ptr().add(line + first as usize);
-                        std::ptr::copy_nonoverlapping(from, to, width as usize);
-                        from = from.add(TILE);
+            let group = queries.heads() / pages.heads();
+            for key_head in 0..pages.heads() {
+                for r in 0..rows as u32 {
+                    let (query, head) = row_position(r, group, key_head);
+                    let line = query as usize * queries.heads() as usize + head as usize;
+                    let to = out.as_mut_ptr().add(line * count as usize + first as usize);
+                    std::ptr::copy_nonoverlapping(from, to, width as usize);
+                    from = from.add(TILE);
+                }
+            }
+        }
+    }
+}
+
+/// Puts the queries of each key head into the order that products read, or bf16 as they are.
+///
+/// # Safety
+/// As of [`score_pages`]; `row` has room for a query, and `to` for all of them, padded.
+#[inline(always)]
+unsafe fn pack<L: Lanes>(
+    (pages, queries): (&Rows<'_>, &Rows<'_>),
+    is_bf16: bool,
+    row: *mut f32,
+    mut to: *mut f32,
+) {
+    let (dim, group) = (queries.dim() as usize, queries.heads() / pages.heads());
+    for key_head in 0..pages.heads() {
+        for r in 0..queries.tokens() * group {
+            let (query, head) = row_position(r, group, key_head);
+            // SAFETY: guaranteed by the caller.
+            unsafe {
+                if is_bf16 {
+                    std::ptr::copy_nonoverlapping(queries.row(query, head), to.cast(), 2 * dim);
+                } else {
+                    read::<L>(queries, head, &[query], row);
+                    match pages.dtype() {
+                        Dtype::Bf16 => permute::<L, Bf16>(row, dim, to),
+                        _ => permute::<L, F32>(row, dim, to),
                     }
                 }
+                to = to.add(padded(queries));
             }
         }
     }
@@ -235,24 +271,6 @@ unsafe fn score_pages<L: Lanes, const R: usize>(
 /// The query and head of a row.
 fn row_position(row: u32, group: u32, key_head: u32) -> (u32, u32) {
     (row / group, key_head * group + row % group)
-}
-
-/// Splits a query into its negative numbers, then its positive ones.
-///
-/// # Safety
-/// As of [`read`]; `to` has room for both.
-#[inline(always)]
-unsafe fn sign_split<L: Lanes>(queries: &Rows<'_>, head: u32, query: u32, to: *mut f32) {
-    let dim = queries.dim() as usize;
-    // SAFETY: guaranteed by the caller; the row is read into the second half first.
-    unsafe {
-        read::<L>(queries, head, &[query], to.add(dim));
-        for d in 0..dim {
-            let x = *to.add(dim + d);
-            to.add(d).write(if x < 0.0 { x } else { 0.0 });
-            to.add(dim + d).write(if x > 0.0 { x } else { 0.0 });
-        }
-    }
 }
 
 #[cfg(test)]

@@ -133,6 +133,12 @@ impl<'a> Rows<'a> {
             + u64::from(head) * self.view.head_stride_bytes;
         (base + at) as *const u8
     }
+
+    /// Addresses of the rows of tokens of a head, which must exist.
+    #[inline]
+    pub fn addresses<const N: usize>(&self, tokens: &[u32; N], head: u32) -> [*const u8; N] {
+        tokens.map(|token| self.row(token, head))
+    }
 }
 
 #[cfg(test)]

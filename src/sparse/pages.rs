@@ -256,7 +256,7 @@ impl Pages {
         };
         // SAFETY: `boxes` has two corners for each page and head, and is borrowed by the rows.
         let pages = unsafe { Rows::new(view, Dtype::F32, Scales::None) }?;
-        grow(memory, scratch(&pages, queries), 0.0)?;
+        grow(memory, scratch(queries), 0.0)?;
         scores(Level::best(), &pages, queries, (from, count), out, memory)
     }
 

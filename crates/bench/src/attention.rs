@@ -78,7 +78,7 @@ fn peak() -> Option<f64> {
     #[cfg(target_arch = "x86_64")]
     return match Level::best() {
         // SAFETY: the processor has this level.
-        Level::Avx512 => Some(unsafe { chains_512(4_000_000) }),
+        Level::Avx512 | Level::Avx512Bf16 => Some(unsafe { chains_512(4_000_000) }),
         // SAFETY: as above.
         Level::Avx2 => Some(unsafe { chains_256(8_000_000) }),
         _ => None,
@@ -337,11 +337,18 @@ fn decode(quick: bool) -> Vec<Bar> {
     let starts = [0, all.len() as u32];
     let heads_of = [Head { kind: Kind::Blocks, lists: 1, key_block: 16, ..Head::DENSE }];
     let some = Keys { heads: &heads_of, starts: &starts, items: &all };
-    for (bar, select, part, goal) in
-        [("decode_bf16", Keys::DENSE, 1, Some(80.0)), ("decode_bf16_blocks", some, 8, None)]
-    {
+    let halves: Vec<u16> = query.iter().copied().map(half).collect();
+    let (wide, narrow) = (
+        rows(&query, heads * group, DIM, Dtype::F32),
+        rows(&halves, heads * group, DIM, Dtype::Bf16),
+    );
+    for (bar, queries, select, part, goal) in [
+        ("decode_bf16", wide, Keys::DENSE, 1, Some(80.0)),
+        ("decode_bf16_queries", narrow, Keys::DENSE, 1, Some(80.0)),
+        ("decode_bf16_blocks", wide, some, 8, None),
+    ] {
         let problem = Problem {
-            queries: rows(&query, heads * group, DIM, Dtype::F32),
+            queries,
             keys: rows(k, heads, DIM, Dtype::Bf16),
             values: rows(v, heads, DIM, Dtype::Bf16),
             first_key: 0,
@@ -380,7 +387,7 @@ fn page_scores(quick: bool) -> Vec<Bar> {
         ("page_scores_bf16", rows(&halves, heads, 2 * DIM, Dtype::Bf16), size_of_val(&halves[..])),
     ] {
         let mut out = vec![0.0; heads * group * count];
-        let mut scratch = vec![0.0; pages::scratch(&of, &queries)];
+        let mut scratch = vec![0.0; pages::scratch(&queries)];
         let run = || {
             let range = (0, count as u32);
             let time = seconds(|| {

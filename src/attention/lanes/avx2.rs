@@ -126,6 +126,11 @@ unsafe impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn by_sign(self, negative: Self, positive: Self) -> Self {
+        Avx2(cpu!(_mm256_blendv_ps(positive.0, negative.0, self.0)))
+    }
+
+    #[inline(always)]
     unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
         cpu!(quarter(vectors.map(|v| v.0)))
     }

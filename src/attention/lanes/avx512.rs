@@ -9,6 +9,20 @@ use crate::attention::lanes::avx2::quarter;
 #[derive(Clone, Copy)]
 pub struct Avx512(__m512);
 
+impl From<__m512> for Avx512 {
+    #[inline(always)]
+    fn from(vector: __m512) -> Avx512 {
+        Avx512(vector)
+    }
+}
+
+impl From<Avx512> for __m512 {
+    #[inline(always)]
+    fn from(vector: Avx512) -> __m512 {
+        vector.0
+    }
+}
+
 /// An instruction of the processor.
 macro_rules! cpu {
     ($e:expr) => {
@@ -123,12 +137,70 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn by_sign(self, negative: Self, positive: Self) -> Self {
+        cpu!({
+            let is_negative = _mm512_movepi32_mask(_mm512_castps_si512(self.0));
+            Avx512(_mm512_mask_blend_ps(is_negative, positive.0, negative.0))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn largest(self) -> f32 {
+        cpu!(_mm512_reduce_max_ps(self.0))
+    }
+
+    #[inline(always)]
     unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
         cpu!({
             let [a, b, c, d] = vectors.map(|v| v.0);
             quarter([half(a), half(b), half(c), half(d)])
         })
     }
+
+    #[inline(always)]
+    unsafe fn store_sums<const Q: usize>(rows: [[Self; 4]; Q], out: *mut f32, step: usize) {
+        cpu!({
+            // No closures: they would be compiled without these features.
+            let (a, b) = (quarters(rows[0]), quarters(rows[1 % Q]));
+            let (c, d) = (quarters(rows[2 % Q]), quarters(rows[3 % Q]));
+            let all = join(join(a, b), join(c, d));
+            _mm_storeu_ps(out, _mm512_castps512_ps128(all));
+            if Q > 1 {
+                _mm_storeu_ps(out.add(step), _mm512_extractf32x4_ps::<1>(all));
+            }
+            if Q > 2 {
+                _mm_storeu_ps(out.add(2 * step), _mm512_extractf32x4_ps::<2>(all));
+                _mm_storeu_ps(out.add(3 * step), _mm512_extractf32x4_ps::<3>(all));
+            }
+        })
+    }
+}
+
+/// A transposed sum: number j of each quarter is the sum of that quarter of vector j.
+///
+/// # Safety
+/// The processor has AVX-512 F.
+#[inline(always)]
+unsafe fn quarters([a, b, c, d]: [Avx512; 4]) -> __m512 {
+    cpu!({
+        let x = _mm512_add_ps(_mm512_unpacklo_ps(a.0, b.0), _mm512_unpackhi_ps(a.0, b.0));
+        let y = _mm512_add_ps(_mm512_unpacklo_ps(c.0, d.0), _mm512_unpackhi_ps(c.0, d.0));
+        let (x, y) = (_mm512_castps_pd(x), _mm512_castps_pd(y));
+        let (low, high) = (_mm512_unpacklo_pd(x, y), _mm512_unpackhi_pd(x, y));
+        _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))
+    })
+}
+
+/// The sums of adjacent quarters of x, then those of y.
+///
+/// # Safety
+/// The processor has AVX-512 F.
+#[inline(always)]
+unsafe fn join(x: __m512, y: __m512) -> __m512 {
+    cpu!(_mm512_add_ps(
+        _mm512_shuffle_f32x4::<0b10_00_10_00>(x, y),
+        _mm512_shuffle_f32x4::<0b11_01_11_01>(x, y)
+    ))
 }
 
 /// The sum of both halves.

@@ -58,6 +58,8 @@ pub unsafe trait Lanes: Copy {
     unsafe fn pair_bf16(from: *const u16) -> [Self; 2];
     /// Loads signed bytes.
     unsafe fn load_i8(from: *const i8) -> Self;
+    /// Lanes whose sign bit is set take `negative`, others `positive`.
+    unsafe fn by_sign(self, negative: Self, positive: Self) -> Self;
     /// The sum of all lanes of each vector.
     unsafe fn sums(vectors: [Self; 4]) -> [f32; 4];
 
@@ -66,6 +68,16 @@ pub unsafe trait Lanes: Copy {
     unsafe fn sum(self) -> f32 {
         // SAFETY: guaranteed by the caller.
         unsafe { Self::sums([self; 4])[0] }
+    }
+
+    /// Stores the sums of all lanes of up to four rows of vectors; rows of `out` are `step` numbers
+    /// apart.
+    #[inline(always)]
+    unsafe fn store_sums<const Q: usize>(rows: [[Self; 4]; Q], out: *mut f32, step: usize) {
+        for (r, row) in rows.into_iter().enumerate() {
+            // SAFETY: guaranteed by the caller.
+            unsafe { out.add(r * step).cast::<[f32; 4]>().write_unaligned(Self::sums(row)) };
+        }
     }
 
     /// Prefetches the cache line of an address, which need not be mapped.

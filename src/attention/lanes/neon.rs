@@ -117,6 +117,19 @@ unsafe impl Lanes for Neon {
     }
 
     #[inline(always)]
+    unsafe fn by_sign(self, negative: Self, positive: Self) -> Self {
+        cpu!({
+            let is_negative = vcltzq_s32(vreinterpretq_s32_f32(self.0));
+            Neon(vbslq_f32(is_negative, negative.0, positive.0))
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn largest(self) -> f32 {
+        cpu!(vmaxvq_f32(self.0))
+    }
+
+    #[inline(always)]
     unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
         vectors.map(|v| cpu!(vaddvq_f32(v.0)))
     }

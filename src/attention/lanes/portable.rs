@@ -126,6 +126,11 @@ unsafe impl Lanes for Portable {
     }
 
     #[inline(always)]
+    unsafe fn by_sign(self, negative: Self, positive: Self) -> Self {
+        each!(|i| if self.0[i].is_sign_negative() { negative.0[i] } else { positive.0[i] })
+    }
+
+    #[inline(always)]
     unsafe fn sums(vectors: [Self; 4]) -> [f32; 4] {
         vectors.map(|v| {
             let [a, b, c, d, e, f, g, h] = v.0;

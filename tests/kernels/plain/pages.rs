@@ -263,7 +263,7 @@ impl Asked {
         let asked = rows(queries.address(), [self.queries, heads, self.dim], self.dtype);
         let pages = rows(boxes.address(), [self.pages, self.heads, 2 * self.dim], self.boxes);
         let mut out = vec![0.0; self.queries * heads * self.count];
-        let mut memory = vec![0.0; scratch(&pages, &asked)];
+        let mut memory = vec![0.0; scratch(&asked)];
         let range = (self.first as u32, self.count as u32);
         scores(Level::best(), &pages, &asked, range, &mut out, &mut memory).expect("sound");
         out

@@ -54,7 +54,8 @@ proptest! {
         let mut random = Random::new(seed);
         let heads = group * key_heads;
         let kind = TYPES[seed as usize % 5];
-        let q = Data::new(&mut random, (queries, heads, dim), Type::F32, 0, 0);
+        let query_kind = [Type::F32, Type::Bf16][seed as usize / 25 % 2];
+        let q = Data::new(&mut random, (queries, heads, dim), query_kind, 0, 0);
         let k = Data::new(&mut random, (n, key_heads, dim), kind, page, 0);
         let v = Data::new(&mut random, (n, key_heads, value_dim), kind, page, 2);
         let first = (n + ahead).saturating_sub(queries);

@@ -39,7 +39,8 @@ proptest! {
         let mut random = Random::new(seed);
         let kind = TYPES[seed as usize % 5];
         let k = Data::new(&mut random, (n, heads, dim), kind, 0, 0);
-        let q = Data::new(&mut random, (queries, heads * group, dim), Type::F32, 0, 0);
+        let query_kind = if seed % 2 == 0 { Type::F32 } else { Type::Bf16 };
+        let q = Data::new(&mut random, (queries, heads * group, dim), query_kind, 0, 0);
         let count = n.div_ceil(page);
         let cut = cut.min(n - 1);
         let (mut wide, mut narrow) =
@@ -79,7 +80,7 @@ proptest! {
                 true => f64::from(wide[i]),
                 false => f64::from(f32::from_bits(u32::from(narrow[i]) << 16)),
             };
-            let mut memory = vec![f32::NAN; pages::scratch(&of, &q.rows())];
+            let mut memory = vec![f32::NAN; pages::scratch(&q.rows())];
             for level in levels() {
                 let from = seed as usize % count;
                 let span = count - from;
