@@ -111,6 +111,19 @@ fn upload_object(upload: &Upload) -> Result<Object<'_>> {
     Object::new(&upload.shape, upload.object(), upload.chunk, upload.codec())
 }
 
+/// The cells of an upload.
+fn cells_of(upload: &Upload) -> Vec<CellSource<'_>> {
+    let mut planes = &upload.planes[..];
+    let cells = upload.shape.cells(upload.object()).iter();
+    cells
+        .map(|shape| {
+            let (own, others) = planes.split_at(shape.planes().len().min(planes.len()));
+            planes = others;
+            CellSource { codec: upload.codec(), planes: own }
+        })
+        .collect()
+}
+
 impl RemoteJob {
     /// Memory for the headers of a batch, and where each begins.
     fn room(&mut self, headers: impl Iterator<Item = Result<usize>>) -> Vec<usize> {
@@ -151,21 +164,27 @@ impl RemoteJob {
         }
         // This is no failure of the remote.
         rejected.into_iter().for_each(|i| batch.fetches[i].result = Err(RemoteError::TooLong));
-        // SAFETY: headers and the sink belong to this call, destinations are valid by the caller's promise.
-        unsafe { self.client.get(&mut self.gets, deadline_ns) };
-        for (get, &i) in self.gets.items.iter().zip(&indices) {
-            let fetch = &mut batch.fetches[i];
+        let verify = &mut |gets: &Gets, item: usize| {
+            let fetch = &mut batch.fetches[indices[item]];
             let mut verdicts = std::mem::take(&mut fetch.verdicts);
-            fetch.result = match (get.result, fetch_object(fetch)) {
-                (Ok(bytes), Ok(object)) => {
-                    let header = &self.headers[starts[i]..starts[i] + object.header_bytes()];
-                    // SAFETY: the caller's promise; nothing writes there any more.
+            let bytes = gets.items[item].result.unwrap_or(0);
+            fetch.result =
+                fetch_object(fetch).map_err(|_| RemoteError::TooLong).and_then(|object| {
+                    let header = headers.wrapping_add(starts[indices[item]]).cast_const();
+                    // SAFETY: the header's room; the client writes it no more.
+                    let header =
+                        unsafe { std::slice::from_raw_parts(header, object.header_bytes()) };
+                    // SAFETY: the caller's promise; the client writes there no more.
                     unsafe { object.verify(header, bytes, &fetch.places, &mut verdicts) }
-                }
-                (Err(error), _) => Err(error),
-                (_, Err(_)) => Err(RemoteError::TooLong),
-            };
+                });
             fetch.verdicts = verdicts;
+        };
+        // SAFETY: headers and the sink belong to this call, destinations are valid by the caller's promise.
+        unsafe { self.client.get_each(&mut self.gets, deadline_ns, verify) };
+        for (get, &i) in self.gets.items.iter().zip(&indices) {
+            if let Err(error) = get.result {
+                batch.fetches[i].result = Err(error);
+            }
         }
     }
 
@@ -178,22 +197,23 @@ impl RemoteJob {
             .map(|item| upload_object(item).map(|object| object.header_bytes()));
         let starts = self.room(sizes);
         self.puts.clear();
+        let headers = self.headers.as_mut_ptr();
+        let header_of = |i: usize, object: &Object<'_>| {
+            // SAFETY: the room for this header, which one item at a time uses.
+            unsafe {
+                std::slice::from_raw_parts_mut(
+                    headers.wrapping_add(starts[i]),
+                    object.header_bytes(),
+                )
+            }
+        };
         let mut indices = Vec::with_capacity(starts.len());
-        let mut headers = &mut self.headers[..];
         for (i, upload) in batch.uploads.iter().enumerate() {
-            let Ok(object) = upload_object(upload) else { continue };
-            let (header, after) = std::mem::take(&mut headers).split_at_mut(object.header_bytes());
-            headers = after;
-            let mut planes = &upload.planes[..];
-            let cells: Vec<CellSource<'_>> = (upload.shape.cells(upload.object()).iter())
-                .map(|shape| {
-                    let (own, others) = planes.split_at(shape.planes().len().min(planes.len()));
-                    planes = others;
-                    CellSource { codec: upload.codec(), planes: own }
-                })
-                .collect();
-            // SAFETY: the caller's promise; the header is not touched before the put has ended.
-            match unsafe { object.put(upload.name, &cells, header, &mut self.puts) } {
+            let added = upload_object(upload).and_then(|object| {
+                let header = header_of(i, &object);
+                object.add(upload.name, &cells_of(upload), header, &mut self.puts)
+            });
+            match added {
                 Ok(_) => indices.push(i),
                 Err(error) => log::error!("internal: an upload could not be built: {error}"),
             }
@@ -209,8 +229,18 @@ impl RemoteJob {
             batch.late.extend(late.map(|query| query.name));
         }
         if !indices.is_empty() {
-            // SAFETY: as above.
-            unsafe { self.client.put(&mut self.puts, deadline_ns) };
+            let seal = &mut |item: usize| {
+                let (i, upload) = (indices[item], &batch.uploads[indices[item]]);
+                let sealed = upload_object(upload).and_then(|object| {
+                    // SAFETY: the caller's promise: no one writes the planes.
+                    unsafe { object.seal(&cells_of(upload), header_of(i, &object)) }
+                });
+                if let Err(error) = sealed {
+                    log::error!("internal: an upload could not be sealed: {error}");
+                }
+            };
+            // SAFETY: the caller's promise; each header is written before it is read.
+            unsafe { self.client.put_each(&mut self.puts, deadline_ns, seal) };
         }
         for (put, &i) in self.puts.items.iter().zip(&indices) {
             batch.uploads[i].result = put.result;

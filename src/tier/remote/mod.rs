@@ -194,6 +194,12 @@ pub trait Remote: Send + Sync {
     }
 }
 
+/// Is called with an index among gets when that object was received.
+pub type Arrived<'a> = &'a mut dyn FnMut(&Gets, usize);
+
+/// Is called with an index among puts before that object is read.
+pub type Prepare<'a> = &'a mut dyn FnMut(usize);
+
 /// One worker's access to a remote. All deadlines are those of [`crate::base::clock::Clock`]; a
 /// call exceeds its deadline by a moment at most. Afterwards every item of a batch has its own
 /// result, and no memory of the batch is used any more.
@@ -214,6 +220,31 @@ pub trait Client: Send {
     /// # Safety
     /// The memory of every part is valid, and no one writes it during the call.
     unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64);
+
+    /// Fetches objects as [`Client::get`]. `arrived` is called once for each one that was received,
+    /// by clients that can soon after its last byte, while it is in the processor's cache: the
+    /// client uses its parts no more.
+    ///
+    /// # Safety
+    /// As [`Client::get`].
+    unsafe fn get_each(&mut self, gets: &mut Gets, deadline_ns: u64, arrived: Arrived<'_>) {
+        // SAFETY: the caller's guarantee.
+        unsafe { self.get(gets, deadline_ns) };
+        for item in (0..gets.items.len()).filter(|&item| gets.items[item].result.is_ok()) {
+            arrived(gets, item);
+        }
+    }
+
+    /// Stores objects as [`Client::put`]. `prepare` is called for each one before its parts are
+    /// first read, by clients that can shortly before; perhaps again before it is sent again.
+    ///
+    /// # Safety
+    /// As [`Client::put`], but `prepare` may write the parts of its item.
+    unsafe fn put_each(&mut self, puts: &mut Puts, deadline_ns: u64, prepare: Prepare<'_>) {
+        (0..puts.items.len()).for_each(prepare);
+        // SAFETY: the caller's guarantee.
+        unsafe { self.put(puts, deadline_ns) };
+    }
 
     /// Looks up which objects exist, and how long they are.
     fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64);

@@ -44,6 +44,12 @@ pub struct CellSource<'a> {
     pub planes: &'a [PlaneSource],
 }
 
+impl CellSource<'_> {
+    fn bytes(&self) -> u64 {
+        self.planes.iter().map(|plane| plane.bytes).sum()
+    }
+}
+
 /// Memory that a cell is fetched into.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
@@ -165,37 +171,62 @@ impl<'a> Object<'a> {
         header: &mut [u8],
         puts: &mut Puts,
     ) -> status::Result<u64> {
+        let bytes = self.add(name, cells, header, puts)?;
+        // SAFETY: the caller's guarantee.
+        unsafe { self.seal(cells, header)? };
+        Ok(bytes)
+    }
+
+    /// Adds the object to a batch as [`Object::put`] does, without a header: [`Object::seal`] must
+    /// write it to the same memory before the object is sent.
+    pub fn add(
+        &self,
+        name: Name,
+        cells: &[CellSource<'_>],
+        header: &mut [u8],
+        puts: &mut Puts,
+    ) -> status::Result<u64> {
+        self.check(cells, header)?;
+        puts.object(name);
+        puts.part(header.as_mut_ptr(), header.len() as u64);
+        for from in cells {
+            for plane in from.planes {
+                puts.part(plane.address, plane.bytes);
+            }
+            match pad_of(from.bytes()) {
+                0 => {}
+                pad => puts.part(ZEROS.as_ptr(), pad),
+            }
+        }
+        Ok(u64::from(self.blocks_of(cells)) * BLOCK_BYTES as u64)
+    }
+
+    /// Computes the checksums of the cells, and writes the header.
+    ///
+    /// # Safety
+    /// The memory of every plane is valid, and no one writes it meanwhile.
+    pub unsafe fn seal(&self, cells: &[CellSource<'_>], header: &mut [u8]) -> status::Result<()> {
         self.check(cells, header)?;
         let mut encoder = Encoder::new(header);
         let mut block = self.header_blocks;
         for ((layer, shape), from) in (self.first..).zip(self.cells).zip(cells) {
-            let stored = from.planes.iter().map(|plane| plane.bytes).sum();
             let count = from.planes.len() as u16;
             let codec = from.codec as u16;
-            encoder.cell(layer, codec, count, block, [stored, shape.bytes()]);
+            encoder.cell(layer, codec, count, block, [from.bytes(), shape.bytes()]);
             for (&(kind, _), plane) in shape.planes().iter().zip(from.planes) {
                 // SAFETY: the caller's guarantee.
                 let sum =
                     plane.sum.unwrap_or_else(|| unsafe { sum_of(plane.address, plane.bytes) });
                 encoder.plane(&Plane { kind, id: 0, version: 0, bytes: plane.bytes, sum });
             }
-            block += blocks_of(stored) as u32;
+            block += blocks_of(from.bytes()) as u32;
         }
         encoder.finish(&self.head(block));
-        puts.object(name);
-        puts.part(header.as_ptr(), header.len() as u64);
-        for from in cells {
-            let mut stored = 0;
-            for plane in from.planes {
-                puts.part(plane.address, plane.bytes);
-                stored += plane.bytes;
-            }
-            match pad_of(stored) {
-                0 => {}
-                pad => puts.part(ZEROS.as_ptr(), pad),
-            }
-        }
-        Ok(u64::from(block) * BLOCK_BYTES as u64)
+        Ok(())
+    }
+
+    fn blocks_of(&self, cells: &[CellSource<'_>]) -> u32 {
+        cells.iter().fold(self.header_blocks, |sum, cell| sum + blocks_of(cell.bytes()) as u32)
     }
 
     /// Checks that the cells are those of the object.

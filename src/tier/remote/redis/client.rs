@@ -17,7 +17,7 @@ use crate::tier::remote::redis::resp::Value;
 use crate::tier::remote::redis::slots::{self, MAX_NODES, SlotMap};
 use crate::tier::remote::redis::url::Address;
 use crate::tier::remote::redis::{MAX_BYTES, Shared, add, info};
-use crate::tier::remote::{Client, Gets, Puts, Queries, RemoteError, Server};
+use crate::tier::remote::{Arrived, Client, Gets, Prepare, Puts, Queries, RemoteError, Server};
 
 /// A batch that waited less than this does not show whether a node is late.
 const LEAST_WAIT_NS: u64 = 20_000_000;
@@ -43,6 +43,9 @@ const CONFIRM_SPARE_MS: u64 = 150;
 /// Warning about TLS without verification.
 const INSECURE: &str = "the server's certificate is not verified (insecure=true): anyone who controls the network \
                         can read and change all data, including the password";
+
+/// Called for each item of a batch: of gets when it arrived, of puts before it is sent.
+type Each<'a> = &'a mut dyn FnMut(&Operation<'_>, usize);
 
 /// A client of a server or a cluster.
 pub struct RedisClient {
@@ -118,11 +121,11 @@ impl RedisClient {
     ) -> std::result::Result<(), RemoteError> {
         let mut result = Err(RemoteError::Busy);
         let entry = StreamEntry { fields, most, result: &mut result };
-        self.drive(&mut Operation::Control(Special::Publish(entry)), deadline_ns);
+        self.drive(&mut Operation::Control(Special::Publish(entry)), &mut |_, _| (), deadline_ns);
         result
     }
 
-    fn drive(&mut self, operation: &mut Operation, deadline_ns: u64) {
+    fn drive(&mut self, operation: &mut Operation, each: Each<'_>, deadline_ns: u64) {
         self.begin(operation, deadline_ns);
         while self.batch.left > 0 {
             let now = self.shared.clock.now_ns();
@@ -134,7 +137,7 @@ impl RedisClient {
             self.refresh_slots(operation, now);
             let mut has_moved = false;
             for node in 0..self.nodes.len() {
-                has_moved |= self.serve(node, operation, now);
+                has_moved |= self.serve(node, operation, each, now);
             }
             if !has_moved && self.batch.left > 0 {
                 self.wait(now);
@@ -401,13 +404,19 @@ impl RedisClient {
 /// Serving one node.
 impl RedisClient {
     /// Does what can be done with a node now; whether anything was done.
-    fn serve(&mut self, number: usize, operation: &mut Operation, now: u64) -> bool {
+    fn serve(
+        &mut self,
+        number: usize,
+        operation: &mut Operation,
+        each: Each<'_>,
+        now: u64,
+    ) -> bool {
         let node = &self.nodes[number];
         if node.connection.is_none() {
             return node.is_wanted() && self.connect(number, operation, now);
         }
-        let exchanged = self.exchange(number, operation, now);
-        let settled = self.settle(number, operation, now);
+        let exchanged = self.exchange(number, operation, each, now);
+        let settled = self.settle(number, operation, each, now);
         match exchanged.and_then(|has_moved| settled.map(|()| has_moved)) {
             Ok(has_moved) => has_moved,
             Err(fault) => {
@@ -442,6 +451,7 @@ impl RedisClient {
         &mut self,
         number: usize,
         operation: &Operation,
+        each: Each<'_>,
         now: u64,
     ) -> std::result::Result<bool, Fault> {
         let shared = self.shared.clone();
@@ -461,7 +471,7 @@ impl RedisClient {
                     &mut self.pieces,
                 )?;
             }
-            self.send_commands(number, operation, now);
+            self.send_commands(number, operation, each, now);
         }
         let node = &mut self.nodes[number];
         let Some(connection) = &mut node.connection else { return Ok(false) };
@@ -483,7 +493,7 @@ impl RedisClient {
     }
 
     /// Encodes as many commands as the window allows.
-    fn send_commands(&mut self, number: usize, operation: &Operation, now: u64) {
+    fn send_commands(&mut self, number: usize, operation: &Operation, each: Each<'_>, now: u64) {
         let (settings, node) = (&self.shared.settings, &mut self.nodes[number]);
         let Some(connection) = &mut node.connection else { return };
         if node.wants_slots && !node.is_slots_sent {
@@ -501,6 +511,9 @@ impl RedisClient {
             if task.is_asking {
                 write_command(&mut connection.out, &[b"ASKING"]);
                 connection.expects(Expect::Asking);
+            }
+            if matches!(operation, Operation::Put(_)) {
+                each(operation, task.item);
             }
             operation.encode(task.item, &self.key, self.dialect, &mut connection.out);
             connection.expects(Expect::Item(task));
@@ -528,13 +541,20 @@ impl RedisClient {
         &mut self,
         number: usize,
         operation: &mut Operation,
+        each: Each<'_>,
         now: u64,
     ) -> std::result::Result<(), Fault> {
         let mut answers = std::mem::take(&mut self.answers);
         let mut done = Ok(());
         for Answer { to, payload } in answers.drain(..) {
             let of_this = match to {
-                Expect::Item(task) => self.settle_item(number, operation, task, payload, now),
+                Expect::Item(task) => {
+                    let outcome = operation.complete(task.item, payload);
+                    if matches!((&outcome, &*operation), (Outcome::Done, Operation::Get(_))) {
+                        each(operation, task.item);
+                    }
+                    self.settle_item(number, operation, task, outcome, now)
+                }
                 Expect::Slots => {
                     self.settle_slots(number, payload);
                     Ok(())
@@ -556,7 +576,7 @@ impl RedisClient {
         number: usize,
         operation: &mut Operation,
         task: Task,
-        payload: Payload,
+        outcome: Outcome,
         now: u64,
     ) -> std::result::Result<(), Fault> {
         let node = &mut self.nodes[number];
@@ -564,7 +584,7 @@ impl RedisClient {
             connection.items = connection.items.saturating_sub(1);
             connection.bytes = connection.bytes.saturating_sub(operation.weight(task.item));
         }
-        match operation.complete(task.item, payload) {
+        match outcome {
             Outcome::Done if task.is_replica_read && operation.is_absent(task.item) => {
                 node.succeeded();
                 self.ask_master(operation, task, now);
@@ -784,7 +804,7 @@ impl Client for RedisClient {
     fn greet(&mut self, deadline_ns: u64) -> Result<Server> {
         let mut reply = Err(RemoteError::Busy);
         self.last_error.clear();
-        self.drive(&mut Operation::Control(Special::Info(&mut reply)), deadline_ns);
+        self.drive(&mut Operation::Control(Special::Info(&mut reply)), &mut |_, _| (), deadline_ns);
         let settings = &self.shared.settings;
         let mut server = match reply {
             Ok(info) => info::server(&info, settings.is_cluster, settings.secret())
@@ -811,19 +831,36 @@ impl Client for RedisClient {
         Ok(server)
     }
 
+    unsafe fn get_each(&mut self, gets: &mut Gets, deadline_ns: u64, arrived: Arrived<'_>) {
+        let mut each = |operation: &Operation, item: usize| {
+            if let Operation::Get(gets) = operation
+                && gets.items[item].result.is_ok()
+            {
+                arrived(gets, item);
+            }
+        };
+        self.drive(&mut Operation::Get(gets), &mut each, deadline_ns);
+    }
+
+    unsafe fn put_each(&mut self, puts: &mut Puts, deadline_ns: u64, prepare: Prepare<'_>) {
+        self.drive(&mut Operation::Put(puts), &mut |_, item| prepare(item), deadline_ns);
+    }
+
     unsafe fn get(&mut self, gets: &mut Gets, deadline_ns: u64) {
-        self.drive(&mut Operation::Get(gets), deadline_ns);
+        // SAFETY: the caller's guarantee.
+        unsafe { self.get_each(gets, deadline_ns, &mut |_, _| ()) };
     }
 
     unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64) {
-        self.drive(&mut Operation::Put(puts), deadline_ns);
+        // SAFETY: the caller's guarantee.
+        unsafe { self.put_each(puts, deadline_ns, &mut |_| ()) };
     }
 
     fn lookup(&mut self, queries: &mut Queries, deadline_ns: u64) {
-        self.drive(&mut Operation::Lookup(queries), deadline_ns);
+        self.drive(&mut Operation::Lookup(queries), &mut |_, _| (), deadline_ns);
     }
 
     fn remove(&mut self, queries: &mut Queries, deadline_ns: u64) {
-        self.drive(&mut Operation::Remove(queries), deadline_ns);
+        self.drive(&mut Operation::Remove(queries), &mut |_, _| (), deadline_ns);
     }
 }
