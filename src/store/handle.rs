@@ -1331,11 +1331,13 @@ impl Store {
 //
 // Worker threads of a store, and the thread that serves the control socket.
 
-/// A lookup worker checks for more work so often, this interval apart, before it sleeps. Waking it
-/// would cost an engine's thread more than the rest of a lookup call, and sessions arrive in
-/// bursts. No answer is delayed by this.
-const IDLE_CHECKS: u32 = 20;
-const DEVICE_POLL_NS: u64 = 50_000;
+/// A lookup worker that was idle for less than this checks for work by itself, since waking it would
+/// cost an engine's thread more than the rest of a call, and sessions arrive in bursts. It checks
+/// again after a quarter of its idle time, at least and at most so long after: a lookup that no
+/// caller waits for begins that much later.
+const IDLE_POLL_NS: u64 = 30_000_000;
+const LEAST_POLL_NS: u64 = 50_000;
+const MOST_POLL_NS: u64 = 1_000_000;
 /// Least time of a sleep with a timer, since a simulated clock may stand still.
 const LEAST_SLEEP_NS: u64 = 1_000_000;
 
@@ -1352,7 +1354,7 @@ fn due_ns(core: &StoreState, workers: WorkerKind) -> Option<u64> {
 impl Inner {
     /// Main function of a worker.
     fn serve(&self, workers: WorkerKind, stream: Stream, tools: &Tools) {
-        let mut idle_checks = 0;
+        let mut idle_ns = IDLE_POLL_NS;
         let mut state = self.state.lock();
         while !state.stop && !state.broken {
             let Some(mut work) = state.core.take(workers) else {
@@ -1363,9 +1365,10 @@ impl Inner {
                     state = self.state.lock();
                     continue;
                 }
-                if idle_checks > 0 {
-                    idle_checks -= 1;
-                    self.work[workers as usize].wait_for(&mut state, DEVICE_POLL_NS);
+                if idle_ns < IDLE_POLL_NS {
+                    let pause_ns = (idle_ns / 4).clamp(LEAST_POLL_NS, MOST_POLL_NS);
+                    idle_ns += pause_ns;
+                    self.work[workers as usize].wait_for(&mut state, pause_ns);
                     continue;
                 }
                 self.sleep(workers, &mut state);
@@ -1382,7 +1385,7 @@ impl Inner {
                 state.broken = true;
                 break;
             };
-            idle_checks = if workers == WorkerKind::Lookup { IDLE_CHECKS } else { 0 };
+            idle_ns = if workers == WorkerKind::Lookup { 0 } else { IDLE_POLL_NS };
             state.core.tick(now_ns);
             state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
             let completions = self.collect_completions(&mut state);
