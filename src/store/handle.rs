@@ -1527,7 +1527,8 @@ fn start_workers(
     let copiers = if spec.copiers == 0 { cores().min(4) as u32 } else { spec.copiers };
     let tools = inner.tools.lock().clone();
     let disk_workers = u32::from(tools.disk.is_some());
-    let (fetchers, uploaders) = spec.remote.as_ref().map_or((0, 0), |r| (r.fetchers, r.uploaders));
+    let (fetchers, uploaders) =
+        spec.remote.as_ref().map_or((0, 0), |remote| remote.worker_counts(&spec.secrets));
     let lookup_workers = u32::from(spec.remote.is_some());
     let counts = [
         copiers,

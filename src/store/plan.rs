@@ -602,6 +602,11 @@ impl Speed {
         self.fit.at(bytes as f64, transfers as f64)
     }
 
+    /// Bytes that are moved in the time of so many delays.
+    pub fn bytes_in(&self, delays: f64) -> u64 {
+        (self.bytes_per_second() * self.fit.at(0.0, 1.0) * delays / 1e9) as u64
+    }
+
     /// The rate alone.
     pub fn bytes_per_second(&self) -> f64 {
         if self.fit.a > 0.0 { 1e9 / self.fit.a } else { f64::INFINITY }

@@ -152,8 +152,8 @@ const REMOTE_PARAMS: &[Param] = &[
     Param::new("fresh", "milliseconds for which the answer \"present\" is valid"),
     Param::new("absent", "milliseconds for which the answer \"absent\" is valid"),
     Param::new("known", "names of which the answer is remembered"),
-    Param::new("fetchers", "threads that fetch"),
-    Param::new("uploaders", "threads that upload"),
+    Param::new("fetchers", "threads that fetch; 0 = 4 of a Redis server without seal, else 2"),
+    Param::new("uploaders", "threads that upload; 0 = 4 to a Redis server without seal, else 1"),
     Param::new("require", "`true`: an unreachable remote fails the opening of the store"),
     Param::new("ca", "with TLS: file of certificate authorities (PEM)")
         .default_is("those of the system"),
@@ -736,7 +736,7 @@ impl RemoteSpec {
             ..usual
         };
         let (fetchers, uploaders) =
-            (reader.u64("fetchers", 2, 1..=64)? as u32, reader.u64("uploaders", 1, 1..=64)? as u32);
+            (reader.u64("fetchers", 0, 0..=64)? as u32, reader.u64("uploaders", 0, 0..=64)? as u32);
         let require = reader.bool("require", false)?;
         let prefix = Prefix::new(prefix.unwrap_or("kvt"))?;
         Ok(Some(RemoteSpec {
@@ -750,6 +750,15 @@ impl RemoteSpec {
             fetchers,
             uploaders,
         }))
+    }
+
+    /// Numbers of threads that fetch, and that upload. Redis servers serve several connections with
+    /// one request each sooner than one connection with several; sealed ones need memory for each.
+    pub fn worker_counts(&self, secrets: &Secrets) -> (u32, u32) {
+        let is_light = matches!(self.kind, Kind::Redis { .. }) && secrets.get("seal").is_none();
+        let (fetchers, uploaders) = if is_light { (4, 4) } else { (2, 1) };
+        let or = |given: u32, usual| if given == 0 { usual } else { given };
+        (or(self.fetchers, fetchers), or(self.uploaders, uploaders))
     }
 
     /// Whether it is the engine's own.
@@ -790,16 +799,16 @@ impl RemoteSpec {
             bytes => bytes,
         };
         let seed = crate::base::machine::random_bytes()?;
+        let (fetchers, uploaders) = self.worker_counts(secrets);
         let config = RemoteConfig {
             object_bytes,
             max_bytes: caps.max_bytes,
             batch: caps.batch.max(1),
-            fetchers: self.fetchers,
+            fetchers,
             secret: secrets.get("seal"),
             seed: u64::from_le_bytes(seed),
             // One lookup worker beside them.
-            beside_bytes: u64::from(self.fetchers + self.uploaders + 1)
-                * RemoteExecutor::bytes_of(&*remote),
+            beside_bytes: u64::from(fetchers + uploaders + 1) * RemoteExecutor::bytes_of(&*remote),
             ..self.config.clone()
         };
         let deadline_ns = clock.now_ns() + self.connect_ns + self.config.timeout_ns;
@@ -1153,7 +1162,7 @@ mod remote_spec_tests {
             "redis(url=\"redis://a:1\", write=through, timeout=100, lookup=explicit, prefix=\"p\")";
         let spec = read(text).unwrap().unwrap();
         assert_eq!((spec.config.write, spec.config.timeout_ns), (Write::Through, 100 * MS));
-        assert!(!spec.config.lookup_on_append && !spec.require && spec.fetchers == 2);
+        assert!(!spec.config.lookup_on_append && !spec.require && spec.fetchers == 0);
         let spec = read("dir(path=\"x\", fetchers=3, object=64KiB)").unwrap().unwrap();
         assert_eq!((spec.fetchers, spec.object_bytes), (3, 64 << 10));
         assert!(read("none").unwrap().is_none());

@@ -24,6 +24,11 @@ use crate::tier::remote::object::{Place as Destination, Verdict};
 use crate::tier::remote::shape::Shape;
 use crate::tier::remote::{Name, RemoteError};
 
+/// A batch is as long as so many delays of the remote, and has at least so many bytes: longer ones
+/// gain little, and their first cells wait for the last.
+const BATCH_DELAYS: f64 = 8.0;
+const LEAST_BATCH_BYTES: u64 = 1 << 20;
+
 /// An object that jobs wait for. One of them is in the queue for all.
 #[derive(Default)]
 pub(super) struct RequestedObject {
@@ -202,11 +207,13 @@ impl StoreState {
             false => remote.breaker.admit(Direction::Read, self.now_ns),
         };
         let most = if permit == Permit::Allow { remote.config.batch } else { 1 };
+        let most_bytes = remote.fetch.bandwidth.bytes_in(BATCH_DELAYS);
+        let most_bytes = most_bytes.max(LEAST_BATCH_BYTES).min(self.config.batch_bytes);
         let timeout_ns = remote.config.timeout_ns;
         let probes = permit == Permit::Probe;
         let (mut batch, mut bytes) =
             (FetchBatch { timeout_ns, probes, ..FetchBatch::default() }, 0);
-        while batch.fetches.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
+        while batch.fetches.len() < most && (bytes < most_bytes || bytes == 0) {
             let Some((_, id)) = self.remote.as_mut().and_then(|remote| remote.fetch.queue.pop())
             else {
                 break;

@@ -25,6 +25,10 @@ const REMOVALS: usize = 32;
 /// Share of host memory that uploads without waiters may occupy: 1 / 8.
 const UPLOAD_SHARE: u64 = 8;
 
+/// Batches that waiting uploads are divided into, and least bytes of a batch.
+const UPLOAD_BATCHES: u64 = 8;
+const LEAST_BATCH_BYTES: u64 = 2 << 20;
+
 /// An object to be uploaded.
 pub struct Upload {
     at: At,
@@ -272,8 +276,11 @@ impl StoreState {
             batch.ticket = remote.watch.begin(self.now_ns, batch.timeout_ns, kind, probes);
             return Some(batch);
         }
+        // Short batches while few objects wait: all workers have a part, and puts end early.
+        let fair_bytes = remote.upload_bytes / UPLOAD_BATCHES;
+        let most_bytes = fair_bytes.max(LEAST_BATCH_BYTES).min(self.config.batch_bytes);
         let mut bytes = 0;
-        while batch.uploads.len() < most && (bytes < self.config.batch_bytes || bytes == 0) {
+        while batch.uploads.len() < most && (bytes < most_bytes || bytes == 0) {
             let Some((at, object)) =
                 self.remote.as_mut().and_then(|remote| remote.upload_queue.pop_front())
             else {

@@ -60,7 +60,7 @@ fn wrong_password_or_missing_permission_is_denied() {
     assert_eq!(put_one(&mut *client, 1, 10), Ok(false));
     // A user with read permission for our prefix only.
     let cli = |args: &[&str]| server.cli(&[&["-a", "hunter2", "--no-auth-warning"], args].concat());
-    let rule = ["acl", "setuser", "kv", "on", ">pw", "%R~test/*", "+get", "+strlen", "+set"];
+    let rule = ["acl", "setuser", "kv", "on", ">pw", "%R~test/*", "+get", "+strlen", "+setnx"];
     assert_eq!(cli(&rule), "OK");
     let mut reader = with(&format!("redis://kv@127.0.0.1:{}", server.port), Some("pw"));
     assert_eq!(get_one(&mut *reader, 1, 100_000).unwrap(), bytes_of(1, 10));

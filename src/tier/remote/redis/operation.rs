@@ -16,7 +16,7 @@ const RANGE_BYTES: u64 = 64 << 10;
 /// replies in memory that they do not limit; where that memory is fresh, each object costs a third
 /// more (measured).
 const WINDOW_ITEMS: usize = 64;
-const LEAST_WINDOW_BYTES: u64 = 1 << 20;
+const LEAST_WINDOW_BYTES: u64 = 256 << 10;
 const MOST_WINDOW_BYTES: u64 = 8 << 20;
 /// Bytes that a link of 100 Gbit/s carries in a microsecond.
 const LINE_BYTES_PER_US: u64 = 12_500;
@@ -130,8 +130,9 @@ impl Operation<'_> {
             Operation::Get(_) | Operation::Put(_) => {
                 let sum = bytes.saturating_add(self.weight(item));
                 // A server prepares the next object while it sends one, even if one object alone
-                // exceeds a short window.
-                let most = if items == 1 { MOST_WINDOW_BYTES } else { window };
+                // exceeds a short window. It receives one that is alone without a copy.
+                let has_second = items == 1 && matches!(self, Operation::Get(_));
+                let most = if has_second { MOST_WINDOW_BYTES } else { window };
                 items == 0 || (items < WINDOW_ITEMS && sum <= most)
             }
             Operation::Lookup(_) | Operation::Remove(_) | Operation::Control(_) => {
@@ -158,16 +159,21 @@ impl Operation<'_> {
                     }
                 }
             }
+            // Servers do not copy a long value that ends its command.
+            Operation::Put(puts) if dialect.ttl_s == 0 => {
+                out.command(3);
+                out.word(b"SETNX");
+                out.word(key);
+                out.value(puts.parts_of(item), puts.bytes_of(item));
+            }
             Operation::Put(puts) => {
-                out.command(if dialect.ttl_s > 0 { 6 } else { 4 });
+                out.command(6);
                 out.word(b"SET");
                 out.word(key);
                 out.value(puts.parts_of(item), puts.bytes_of(item));
                 out.word(b"NX");
-                if dialect.ttl_s > 0 {
-                    out.word(b"EX");
-                    out.number(dialect.ttl_s);
-                }
+                out.word(b"EX");
+                out.number(dialect.ttl_s);
             }
             Operation::Lookup(_) => write_command(out, &[b"STRLEN", key]),
             Operation::Remove(_) if dialect.is_old => write_command(out, &[b"DEL", key]),
@@ -244,6 +250,9 @@ impl Operation<'_> {
             (Operation::Put(puts), Payload::Value(Value::Text(text))) if text == b"OK" => {
                 puts.items[item].result = Ok(false);
             }
+            (Operation::Put(puts), Payload::Value(Value::Number(stored @ 0..=1))) => {
+                puts.items[item].result = Ok(stored == 0);
+            }
             (Operation::Lookup(queries), Payload::Value(Value::Number(bytes @ 0..))) => {
                 let result = if bytes > 0 { Ok(bytes as u64) } else { Err(RemoteError::Absent) };
                 queries.items[item].result = result;
@@ -288,21 +297,21 @@ pub fn write_command(out: &mut CommandBuffer, words: &[&[u8]]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tier::remote::Gets;
     use crate::tier::remote::name::{HASH_BYTES, Name};
+    use crate::tier::remote::{Gets, Puts};
 
     #[test]
     fn windows_grow_with_the_round_trip() {
         let of = |us: u64| window_of(Some(us * 1000)) >> 10;
         assert_eq!(
             [0, 40, 83, 168, 335, 700, 90_000].map(of),
-            [1024, 1024, 1024, 2050, 4089, 8192, 8192]
+            [256, 488, 1013, 2050, 4089, 8192, 8192]
         );
         assert_eq!((window_of(None), window_of(Some(u64::MAX))), (8 << 20, 8 << 20));
     }
 
     #[test]
-    fn the_window_always_admits_one_object_and_a_second_of_limited_length() {
+    fn the_window_always_admits_one_object_and_a_second_get_of_limited_length() {
         let mut gets = Gets::default();
         for _ in 0..3 {
             gets.object(Name { tenant: 0, hash: [0; HASH_BYTES] }, 0);
@@ -317,5 +326,10 @@ mod tests {
             operation.fits(1, (2, 3 << 20), 8 << 20) && !operation.fits(2, (2, 6 << 20), 8 << 20)
         );
         assert!(!operation.fits(1, (WINDOW_ITEMS, 0), 8 << 20));
+        let mut puts = Puts::default();
+        puts.object(Name { tenant: 0, hash: [0; HASH_BYTES] });
+        puts.part(std::ptr::null(), 3 << 20);
+        let operation = Operation::Put(&mut puts);
+        assert!(operation.fits(0, (0, 0), 1 << 20) && !operation.fits(0, (1, 3 << 20), 1 << 20));
     }
 }
