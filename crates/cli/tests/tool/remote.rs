@@ -204,7 +204,7 @@ fn demo_and_doctor_leave_a_server_unchanged() {
     }
     let user = url.replace("redis://", "redis://limited@");
     let spec = format!("redis(url=\"{user}\",timeout=60000,connect=20000)");
-    for (rule, forbidden) in [("-set", "put"), ("-unlink", "remove"), ("-strlen", "lookup")] {
+    for (rule, forbidden) in [("-setnx", "put"), ("-unlink", "remove"), ("-strlen", "lookup")] {
         let password = format!(">{SECRET}");
         cli(&["acl", "setuser", "limited", "reset", "on", &password, "~*", "+@all", "-del", rule]);
         let output = tool_with(SECRET, &["doctor", "--json", "--remote", &spec]);
