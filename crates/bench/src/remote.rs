@@ -25,8 +25,8 @@ const TIMEOUT_NS: u64 = 20_000_000_000;
 const BATCH: u64 = 64;
 /// Concurrent requests of the server's own benchmark.
 const DEPTH: u64 = 16;
-/// Names of a lookup.
-const ASKED: u64 = 1000;
+/// Names of a lookup: as many as a long prompt has chunks, and more than a client has in flight.
+const LOOKUPS: [(&str, u64); 2] = [("remote_lookup_1000", 1000), ("remote_lookup_20000", 20_000)];
 /// Prefix of all names.
 const PREFIX: &str = "kvtbench";
 
@@ -58,7 +58,6 @@ impl Connection {
         let password = server.password.as_deref().map(Secret::new).transpose().map_err(say)?;
         let opts = RedisOpts {
             password,
-            ttl_s: 600,
             connect_ns: TIMEOUT_NS,
             ..RedisOpts::new(&server.url, prefix()?)
         };
@@ -158,13 +157,13 @@ fn moves(server: &Server, quick: bool) -> Outcome<[Vec<(f64, f64)>; 2]> {
     Ok(pairs)
 }
 
-/// Seconds of a lookup of a thousand names, half of which exist, and of the same lengths over a bare
+/// Seconds of a lookup of `count` names, half of which exist, and of the same lengths over a bare
 /// socket.
-fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
+fn queries(server: &Server, count: u64, quick: bool) -> Outcome<Vec<(f64, f64)>> {
     let mut raw = server.raw()?;
     let mut connection = Connection::open(server)?;
     let stock = memory(BATCH * BYTES as u64).map_err(say)?;
-    let present = ASKED / 2;
+    let present = count / 2;
     // The contents do not matter for a lookup.
     let mut puts = Puts::default();
     for number in 0..present {
@@ -180,14 +179,15 @@ fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
         prefix.write(&connection.names.name(number), &mut out);
         String::from_utf8_lossy(&out).into_owned()
     };
-    let keys: Vec<String> = (0..ASKED).map(key).collect();
+    let keys: Vec<String> = (0..count).map(key).collect();
     let lines: Vec<[&str; 2]> = keys.iter().map(|key| ["STRLEN", key]).collect();
     let request = Raw::request(&lines.iter().map(|line| &line[..]).collect::<Vec<_>>());
     let mut pairs = Vec::new();
-    for turn in 0..if quick { 51 } else { 201 } {
+    let rounds = if quick { 51 } else { 201 } * 1000 / count.max(1000);
+    for turn in 0..rounds.max(11) as u32 {
         let bare = || {
             let start = Instant::now();
-            let lengths = raw.round_trip(&request, ASKED as usize)?;
+            let lengths = raw.round_trip(&request, count as usize)?;
             let took = start.elapsed().as_secs_f64();
             match lengths.iter().filter(|length| **length == 64).count() as u64 == present {
                 true => Ok(took),
@@ -195,7 +195,7 @@ fn queries(server: &Server, quick: bool) -> Outcome<Vec<(f64, f64)>> {
             }
         };
         let ours = || {
-            let mut queries = connection.queries(0, ASKED);
+            let mut queries = connection.queries(0, count);
             let deadline_ns = connection.deadline_ns();
             let start = Instant::now();
             connection.client.lookup(&mut queries, deadline_ns);
@@ -227,11 +227,11 @@ fn move_bars(server: &Outcome<Server>, quick: bool) -> Vec<Bar> {
     bars.into()
 }
 
-fn ask_bar(server: &Outcome<Server>, quick: bool) -> Bar {
-    let mut bar = Bar::lower("remote_ask_1000", "of bare")
-        .baseline("1,000 STRLEN in one write of a bare socket")
+fn lookup_bar(server: &Outcome<Server>, (name, count): (&'static str, u64), quick: bool) -> Bar {
+    let mut bar = Bar::lower(name, "of bare")
+        .baseline("as many STRLEN in one write of a bare socket")
         .goal(1.3);
-    match server.as_ref().map_err(Clone::clone).and_then(|server| queries(server, quick)) {
+    match server.as_ref().map_err(Clone::clone).and_then(|server| queries(server, count, quick)) {
         Ok(pairs) => {
             let mut parts: Vec<f64> = pairs.iter().map(|(ours, bare)| ours / bare).collect();
             let mut ours: Vec<f64> = pairs.iter().map(|(ours, _)| ours * 1e6).collect();
@@ -256,7 +256,7 @@ pub fn run_at(quick: bool, url: Option<&str>) -> Vec<Bar> {
         None => Server::start(),
     };
     let mut bars = move_bars(&server, quick);
-    bars.push(ask_bar(&server, quick));
+    bars.extend(LOOKUPS.map(|names| lookup_bar(&server, names, quick)));
     bars.extend(remote_store::bars(&server, quick));
     bars
 }

@@ -39,7 +39,7 @@ const PLANNED: u32 = 12;
 
 /// The bars of the calls.
 const CALLS: [&str; 4] =
-    ["remote_session", "remote_locate", "remote_put_submit", "remote_get_submit"];
+    ["remote_session", "remote_lookup", "remote_put_submit", "remote_get_submit"];
 
 fn open(spec: &StoreSpec) -> Result<StoreFixture> {
     StoreFixture::from_spec(spec, layout(LAYERS, CHUNK, TOKEN_BYTES)?, None)
