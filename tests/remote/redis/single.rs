@@ -55,7 +55,8 @@ fn wrong_password_or_missing_permission_is_denied() {
     }
     let mut client = with(&url, Some("hunter2"));
     let said = client.greet(at(LONG)).unwrap();
-    assert!(said.words.starts_with("redis ") && said.words.ends_with("standalone"), "{said:?}");
+    let is_named = |words: &str| words.starts_with("redis ") || words.starts_with("valkey ");
+    assert!(is_named(&said.words) && said.words.ends_with("standalone"), "{said:?}");
     assert_eq!(said.warnings.len(), 1, "{said:?}");
     assert_eq!(put_one(&mut *client, 1, 10), Ok(false));
     // A user with read permission for our prefix only.
@@ -68,7 +69,7 @@ fn wrong_password_or_missing_permission_is_denied() {
     assert_eq!(get_one(&mut *reader, 1, 10), Err(RemoteError::Denied));
     assert_eq!(lookup(&mut *reader, &[1], LONG), [Ok(10)]);
     let said = reader.greet(at(LONG)).unwrap();
-    assert!(said.words.starts_with("redis ") && said.warnings.len() == 1, "{said:?}");
+    assert!(is_named(&said.words) && said.warnings.len() == 1, "{said:?}");
     // Databases are separate.
     let mut other = with(&format!("{url}/3"), Some("hunter2"));
     assert_eq!(get_one(&mut *other, 1, 10), Err(RemoteError::Absent));
