@@ -9,9 +9,9 @@
 #   1/6  random programs over the ABI, and random tests with many cases
 #
 # Each part repeats short rounds until its time is over. It continues after a failure, and prints
-# how to repeat a failing round. Two tests run before the parts, in extra time: the resident memory
-# of large stores, also in a small cgroup; and, if the stage `llama` has run before, its long tests
-# with large models. Seeds start at KVTIER_SOAK_FIRST (default: from the clock), so that two runs
+# how to repeat a failing round. Three tests run before the parts, in extra time: the resident memory
+# of large stores, also in a small cgroup; the suite of remotes on Swift, a real S3 service; and, if
+# the stage `llama` has run before, its long tests with large models. Seeds start at KVTIER_SOAK_FIRST (default: from the clock), so that two runs
 # differ.
 set -uo pipefail
 minutes=${1:?usage: soak.sh MINUTES PREBUILT WORKDIR}
@@ -66,6 +66,10 @@ resident() {
     KVTIER_RESIDENT_SECONDS=$((seconds / 6 < 540 ? seconds / 6 : 540)) cargo nextest run --locked --workspace \
         $features --test store --run-ignored only -j 1 --no-capture -E 'test(resident::)'
 }
+# shellcheck disable=SC2086
+swift() {
+    "$here/swift.sh" "$work/swift" cargo nextest run --locked --workspace $features --test remote -E 'test(running_service_conforms)'
+}
 seeds() { "$target/debug/kvtier-sim" --first $((first + round * 500)) --seeds 500; }
 # shellcheck disable=SC2086
 kills() { KVTIER_CRASH_ROUNDS=50 cargo nextest run --locked --workspace $features --test store -E 'test(=crash::stored_cells_survive_a_killed_process)'; }
@@ -90,6 +94,7 @@ else
 fi
 
 seconds=$((minutes * 60))
+if command -v swift-proxy-server >/dev/null; then once swift swift; else echo "SKIP  swift: not installed"; fi
 once resident resident
 part seeds $((seconds / 3)) seeds
 part kills $((seconds / 3)) kills

@@ -4,6 +4,7 @@
 mod failures;
 mod measure;
 mod moto;
+mod service;
 mod single;
 mod tls;
 
