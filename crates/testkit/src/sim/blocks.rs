@@ -396,8 +396,10 @@ impl World {
             if submitted.is_lookup && !tolerated[..3].contains(status) {
                 return ended("a failed lookup");
             }
+            let what = (submitted.kind, submitted.level);
             let is_known = tolerated.contains(status)
-                || *status == Status::Unavailable && self.may_lose_device()
+                || *status == Status::Unavailable
+                    && (self.may_lose_device() || self.may_fail_remote(what, *status))
                 || *status == Status::Corrupt && self.may_damage();
             if !is_known {
                 return ended("an unexpected status");

@@ -277,7 +277,7 @@ impl World {
             tolerated.contains(&status)
                 || status == Status::Unavailable && self.may_lose_device()
                 || status == Status::Corrupt && self.may_damage()
-                || self.may_fail_remote(submitted)
+                || self.may_fail_remote((submitted.kind, submitted.level), status)
         };
         if let Some(error) = finished.error.as_ref().filter(|e| !is_known(e.status())) {
             return Err(wrong(format!("{:?} ended with {error}", submitted.kind)));

@@ -4,6 +4,7 @@ use crate::remote::simulated::{Fault, Plan, Simulated};
 use crate::sim::world::{Outcome, Submitted, World};
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
+use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
 use kvtier::store::executor::remote::RemoteExecutor;
 use kvtier::store::state::transfer::{Level, TransferKind};
@@ -140,8 +141,14 @@ impl World {
             .is_none_or(|remote_sim| remote_sim.remote.struck(Fault::Reorder) > 0)
     }
 
-    /// Whether faults of the remote may fail a put that waits for it.
-    pub(super) fn may_fail_remote(&self, submitted: &Submitted) -> bool {
-        submitted.level == Level::Remote
+    /// Whether faults of the remote may fail a transfer with this status: a put that waits for it, or
+    /// a put of a cell that a fetch without an answer would load.
+    pub(super) fn may_fail_remote(
+        &self,
+        (kind, level): (TransferKind, Level),
+        status: Status,
+    ) -> bool {
+        let is_put = kind == TransferKind::Put && self.remote_sim.is_some();
+        level == Level::Remote || is_put && status == Status::Unavailable
     }
 }
