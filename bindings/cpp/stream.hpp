@@ -52,8 +52,8 @@ struct stream_terms {
     std::optional<std::uint64_t> host_ceiling_bytes{};
     /// Device memory that stays free; absent = 256 MiB.
     std::optional<std::uint64_t> device_safety_bytes{};
-    /// Host memory that stays free; absent = 6 GiB, or a quarter of a machine with less than 24
-    /// GiB.
+    /// Host memory that stays free; absent = 6 GiB, a quarter of a machine with less than 24 GiB,
+    /// or a sixteenth (64 MiB to 6 GiB) of a cgroup's limit.
     std::optional<std::uint64_t> host_reserve_bytes{};
     /// Tokens that KV is reserved for, where the engine computes; 0 = the model's, at most 4096.
     std::uint32_t context = 0;
@@ -447,7 +447,7 @@ struct stream_opts {
     std::optional<std::string_view> sidecar{};
     /// KVT_VERIFY_NEVER, KVT_VERIFY_FIRST, KVT_VERIFY_ALWAYS.
     kvt_verify_t verify = KVT_VERIFY_NEVER;
-    /// Reader threads, at most 64; 0 = 4.
+    /// Reader threads, at most 64; 0 = 8.
     std::uint32_t readers = 0;
     /// Reads in flight of one thread, at most 64; 0 = 64.
     std::uint32_t depth = 0;
