@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import tomllib
 import urllib.parse
 import xml.etree.ElementTree
@@ -54,6 +55,7 @@ class Check:
         self.docs = os.path.join(self.root, "docs")
         self.options = options
         self.work = options.work
+        self.linking = threading.Lock()
         self.faults = []
         self.pages = {}
         self.counts = {}
@@ -292,19 +294,24 @@ class Check:
                 out.write(text)
         return paths
 
+    def headers(self):
+        """A folder with links to all headers, made by the first of the threads that compile."""
+        headers = os.path.join(self.work, "include")
+        with self.linking:
+            if not os.path.isdir(headers):
+                os.makedirs(os.path.join(headers, "kvtier"))
+                for folder, end in (("include/kvtier", ".h"), ("bindings/cpp", ".hpp")):
+                    for path in files(os.path.join(self.root, folder), (end,)):
+                        link = os.path.join(headers, "kvtier", os.path.basename(path))
+                        if not os.path.lexists(link):
+                            os.symlink(path, link)
+        return headers
+
     def compiler(self, compiler, paths, folders, is_quiet=False):
         """Runs a compiler on files and returns whether it succeeds; `is_quiet` reports no errors."""
         if not paths:
             return True
-        headers = os.path.join(self.work, "include")
-        if not os.path.isdir(headers):
-            os.makedirs(os.path.join(headers, "kvtier"), exist_ok=True)
-            for folder, end in (("include/kvtier", ".h"), ("bindings/cpp", ".hpp")):
-                for path in files(os.path.join(self.root, folder), (end,)):
-                    link = os.path.join(headers, "kvtier", os.path.basename(path))
-                    if not os.path.lexists(link):
-                        os.symlink(path, link)
-        command = compiler + FLAGS + [f"-I{headers}"] + [f"-I{folder}" for folder in folders] + paths
+        command = compiler + FLAGS + [f"-I{self.headers()}"] + [f"-I{folder}" for folder in folders] + paths
         result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
         if result.returncode == 0 or is_quiet:
             return result.returncode == 0
