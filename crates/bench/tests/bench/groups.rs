@@ -59,7 +59,7 @@ fn without_a_server_only_plans_are_measured() {
     let out = String::from_utf8(output.expect("started").stdout).expect("text");
     let lines: Vec<Value> =
         out.lines().map(|line| serde_json::from_str(line).expect(line)).collect();
-    assert_eq!(lines.len(), 8, "{out}");
+    assert_eq!(lines.len(), 9, "{out}");
     for line in &lines {
         let is_plan = line["bar"] == "remote_slow_loads";
         let note = line["note"].as_str().unwrap_or_default();
