@@ -13,7 +13,7 @@ use kvtier::store::state::work::WorkerKind;
 
 use super::disk::{self, part_of_raw};
 use super::fixtures::store::{StateFixture, StoreFixture, TOKEN_BYTES, Tensors, layout};
-use super::fixtures::{Outcome, Scratch, memory, say, thread_ns};
+use super::fixtures::{Outcome, Scratch, huge_memory, memory, say, thread_ns};
 use super::overlap;
 use super::{Bar, Better, median};
 
@@ -235,79 +235,167 @@ fn lookup_bar(rounds: u32) -> Bar {
     bar
 }
 
-/// Seconds of a durable put, of a restore and of its first layer, each beside raw I/O.
+/// Seconds of durable puts, of restores and of their first layers, each beside raw I/O; and
+/// processor seconds.
 #[derive(Default)]
 struct Restores {
     puts: Vec<(f64, f64)>,
+    over: Vec<(f64, f64)>,
     gets: Vec<(f64, f64)>,
     first: Vec<(f64, f64)>,
+    used: [Vec<(f64, f64)>; 2],
 }
 
 const RESTORED_LAYERS: usize = 32;
+/// Rounds in which all memory is touched.
+const WARM_UP: u32 = 2;
 
-fn restore(out: &mut Restores, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()> {
-    let scratch = Scratch::new("store");
-    std::fs::create_dir_all(&scratch.0).map_err(|e| e.to_string())?;
-    let (plain, dir) = (scratch.0.join("plain"), scratch.0.join("tier"));
-    disk::allocated(&plain, bytes)?;
-    let tensors = Tensors::new(bytes, RESTORED_LAYERS).map_err(say)?;
-    let spec = format!(
-        "store(host={}B,chunks=65536,disk=disk(path=\"{}\",bytes=8GiB))",
-        bytes + (256 << 20),
-        dir.display()
-    );
-    // Cells of 1 MiB; seconds of each part.
-    let carry = |kind, level, by_layer| -> Result<Vec<f64>> {
-        let store_fixture =
-            StoreFixture::open(&spec, layout(RESTORED_LAYERS, 256, TOKEN_BYTES)?, None)?;
-        let session = store_fixture.session(1, tensors.tokens)?;
-        let took = store_fixture.transfer(session, kind, level, tensors.whole(by_layer))?;
-        store_fixture.close()?;
+/// A store on disk in steady state, its tensors, and the memory of plain calls.
+struct DiskRig {
+    scratch: Scratch,
+    fixture: StoreFixture,
+    tensors: Tensors,
+    stock: Buffer,
+    bytes: u64,
+}
+
+impl DiskRig {
+    /// Cells of 1 MiB; `disk` bytes of disk, and memory for two documents of `bytes` bytes.
+    fn open(bytes: u64, disk: u64) -> Outcome<DiskRig> {
+        let scratch = Scratch::new("store");
+        std::fs::create_dir_all(&scratch.0).map_err(|e| e.to_string())?;
+        let spec = format!(
+            "store(host={}B,chunks=65536,disk=disk(path=\"{}\",bytes={disk}B))",
+            2 * bytes + (64 << 20),
+            scratch.0.join("tier").display()
+        );
+        let layout = layout(RESTORED_LAYERS, 256, TOKEN_BYTES).map_err(say)?;
+        Ok(DiskRig {
+            scratch,
+            fixture: StoreFixture::open(&spec, layout, None).map_err(say)?,
+            tensors: Tensors::new(bytes, RESTORED_LAYERS).map_err(say)?,
+            stock: huge_memory(2 * disk::DEPTH * disk::PIECE).map_err(say)?,
+            bytes,
+        })
+    }
+
+    fn plain(&self, round: u32) -> std::path::PathBuf {
+        self.scratch.0.join(format!("plain-{round}"))
+    }
+
+    /// Seconds until each op of a transfer of a document has ended.
+    fn carry(&self, round: u32, kind: TransferKind, by_layer: bool) -> Outcome<Vec<f64>> {
+        let session = self.fixture.session(round, self.tensors.tokens).map_err(say)?;
+        let level = if kind == TransferKind::Put { Level::Durable } else { Level::Ram };
+        let what = self.tensors.whole(by_layer);
+        let took = self.fixture.transfer(session, kind, level, what).map_err(say)?;
+        self.fixture.end(session).map_err(say)?;
         Ok(took)
-    };
-    let depth = disk::DEPTH as usize;
-    let put = || Ok(carry(TransferKind::Put, Level::Durable, false).map_err(say)?[0]);
-    let write = || disk::raw(&[plain], Access::Write, bytes, stock, depth);
-    out.puts.push(disk::in_turn(turn, put, write)?);
-    let segments = disk::segments(&dir)?;
-    let get = || Ok(carry(TransferKind::Get, Level::Ram, false).map_err(say)?[0]);
-    let read = || disk::raw(&segments, Access::Read, bytes, stock, 2 * depth);
-    out.gets.push(disk::in_turn(turn, get, read)?);
-    let layers = carry(TransferKind::Get, Level::Ram, true).map_err(say)?;
-    out.first.push((layers[0], layers.iter().copied().fold(0.0, f64::max)));
-    Ok(())
+    }
+
+    fn raw(&self, round: u32, access: Access) -> Outcome<f64> {
+        let depth = 2 * disk::DEPTH as usize;
+        disk::raw(&[self.plain(round)], access, self.bytes, &self.stock, depth)
+    }
+
+    /// Seconds and processor seconds of a transfer, and of plain calls.
+    fn pair(&self, round: u32, kind: TransferKind) -> Outcome<[(f64, f64); 2]> {
+        let access = if kind == TransferKind::Put { Access::Write } else { Access::Read };
+        let mut used = (0.0, 0.0);
+        let ours = || {
+            let before = disk::processor();
+            let took = self.carry(round, kind, false)?[0];
+            used.0 = disk::processor() - before;
+            Ok(took)
+        };
+        let raw = || {
+            let before = disk::processor();
+            let took = self.raw(round, access);
+            used.1 = disk::processor() - before;
+            took
+        };
+        let seconds = disk::in_turn(round, ours, raw)?;
+        Ok([seconds, used])
+    }
+}
+
+/// Puts documents, then gets them, the one that was put first first: memory holds two.
+fn restores(out: &mut Restores, bytes: u64, rounds: u32) -> Outcome<()> {
+    let rig = DiskRig::open(bytes, 16 << 30)?;
+    for round in 0..WARM_UP + rounds {
+        disk::allocated(&rig.plain(round), bytes)?;
+        let [seconds, used] = rig.pair(round, TransferKind::Put)?;
+        if round >= WARM_UP {
+            out.puts.push(seconds);
+            out.used[0].push(used);
+        }
+    }
+    for round in 0..WARM_UP + rounds {
+        let [seconds, used] = rig.pair(round, TransferKind::Get)?;
+        if round >= WARM_UP {
+            out.gets.push(seconds);
+            out.used[1].push(used);
+        }
+    }
+    for round in 0..rounds {
+        let layers = rig.carry(round, TransferKind::Get, true)?;
+        out.first.push((layers[0], layers.iter().copied().fold(0.0, f64::max)));
+    }
+    rig.fixture.close().map_err(say)
+}
+
+/// Puts documents to a disk that has no space for more than some: each evicts others. The plain
+/// file is always fresh.
+fn overwrites(out: &mut Restores, bytes: u64, rounds: u32) -> Outcome<()> {
+    let documents = 4;
+    let rig = DiskRig::open(bytes, u64::from(documents) * bytes)?;
+    for round in 0..2 * documents + rounds {
+        let path = rig.plain(round);
+        disk::allocated(&path, bytes)?;
+        let [seconds, _] = rig.pair(round, TransferKind::Put)?;
+        std::fs::remove_file(&path).map_err(say)?;
+        if round >= 2 * documents {
+            out.over.push(seconds);
+        }
+    }
+    rig.fixture.close().map_err(say)
 }
 
 fn disk_bars(quick: bool) -> Vec<Bar> {
-    let calls = "plain O_DIRECT calls, 1 MiB, 8 at once";
+    let calls = "plain O_DIRECT calls into a fresh file, 1 MiB, 16 at once";
     let more = "plain O_DIRECT calls, 1 MiB, 16 at once";
     let mut bars = [
-        part_of_raw("durable_put", calls, Some(0.90)),
-        part_of_raw("cold_get", more, Some(0.95)),
+        part_of_raw("durable_put", calls, Some(0.95)),
+        part_of_raw("durable_put_full_disk", calls, Some(1.0)),
+        part_of_raw("cold_get", more, Some(0.97)),
         Bar {
             unit: "of all",
             better: Better::Lower,
             ..part_of_raw("first_of_32_layers", "the whole restore", Some(1.0 / 32.0 + 0.1))
         },
     ];
-    let (bytes, rounds) = if quick { (256 << 20, 6) } else { (512 << 20, 8) };
+    let (bytes, rounds) = if quick { (256 << 20, 7) } else { (512 << 20, 11) };
     let mut all = Restores::default();
-    let measured = memory(2 * disk::DEPTH * disk::PIECE)
-        .map_err(say)
-        .and_then(|stock| (0..rounds).try_for_each(|turn| restore(&mut all, turn, bytes, &stock)));
+    let measured =
+        restores(&mut all, bytes, rounds).and_then(|()| overwrites(&mut all, bytes, rounds));
     if let Err(why) = measured {
         bars.iter_mut().for_each(|bar| bar.note.clone_from(&why));
         return bars.into();
     }
     disk::fill(&mut bars[0], &all.puts, bytes);
-    disk::fill(&mut bars[1], &all.gets, bytes);
+    disk::fill(&mut bars[1], &all.over, bytes);
+    disk::fill(&mut bars[2], &all.gets, bytes);
     let mut parts: Vec<f64> = all.first.iter().map(|(first, last)| first / last).collect();
     let mut firsts: Vec<f64> = all.first.iter().map(|(first, _)| first * 1e3).collect();
     let mut lasts: Vec<f64> = all.first.iter().map(|(_, last)| last * 1e3).collect();
-    bars[2].value = Some(median(&mut parts));
-    bars[2].baseline_value = Some(1.0);
-    bars[2].note = format!("({:.1} of {:.1} ms)", median(&mut firsts), median(&mut lasts));
-    bars.into()
+    bars[3].value = Some(median(&mut parts));
+    bars[3].baseline_value = Some(1.0);
+    bars[3].note = format!("({:.1} of {:.1} ms)", median(&mut firsts), median(&mut lasts));
+    let mut bars: Vec<Bar> = bars.into();
+    for (bar, used) in ["durable_put_processor", "cold_get_processor"].into_iter().zip(&all.used) {
+        bars.push(disk::used_bar(bar, None, used, bytes));
+    }
+    bars
 }
 
 /// Measures every bar of the group.
