@@ -1,4 +1,4 @@
-//! Executes batches of transfers: by io_uring while it works, else piece by piece. Fallbacks are
+//! Executes streams and batches of transfers: by io_uring while it works, else piece by piece. Fallbacks are
 //! logged once.
 
 use once_cell::sync::OnceCell;
@@ -6,10 +6,10 @@ use once_cell::sync::OnceCell;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::base::sync::atomic::{AtomicU32, Ordering};
-use crate::io::files::{FileId, Piece};
+use crate::io::files::{FileId, Next, Piece, Source};
 use crate::io::open_file::OpenFile;
 use crate::io::span::Span;
-use crate::io::uring::{MAX_DEPTH, Rings};
+use crate::io::uring::{Left, MAX_DEPTH, Outcome, Rings};
 
 /// Limit: failures of rings before io_uring is given up.
 const MAX_FAILURES: u32 = 2;
@@ -73,13 +73,39 @@ impl Engine {
     /// # Safety
     /// As for [`crate::io::files::Files::transfer`].
     pub unsafe fn transfer(&self, pieces: &mut [Piece], align: u64, open: Open<'_>) {
-        let mut outcome = Default::default();
-        if let (Some(rings), 2..) = (self.rings(), pieces.len()) {
+        let is_one = pieces.len() < 2;
+        let mut batch = Batch { pieces, at: 0 };
+        // SAFETY: the caller's promise.
+        unsafe { self.run(&mut batch, is_one, align, open) };
+    }
+
+    /// Executes the pieces of a source.
+    ///
+    /// # Safety
+    /// As for [`crate::io::files::Files::stream`].
+    pub unsafe fn stream(&self, source: &mut dyn Source, align: u64, open: Open<'_>) {
+        // SAFETY: the caller's promise.
+        unsafe { self.run(source, false, align, open) };
+    }
+
+    /// # Safety
+    /// As [`Engine::stream`].
+    unsafe fn run(&self, source: &mut dyn Source, is_one: bool, align: u64, open: Open<'_>) {
+        let (mut left, mut outcome, mut any) = (Left::new(), Outcome::default(), false);
+        if let Some(rings) = self.rings().filter(|_| !is_one) {
             // SAFETY: the caller's promise.
-            outcome = unsafe { rings.transfer(pieces, align, open) };
+            outcome = unsafe { rings.stream(source, align, open, &mut left) };
         }
-        // SAFETY: the caller's promise; no ring uses the memory any more.
-        let any = unsafe { one_by_one(pieces, align, open) };
+        let mut execute = |source: &mut dyn Source, key, piece: Piece| {
+            // SAFETY: the caller's promise; no ring uses the memory any more.
+            let result = unsafe { carry_out(&piece, align, open) };
+            any |= result.is_ok();
+            source.ended(key, result);
+        };
+        left.into_iter().for_each(|(key, piece)| execute(source, key, piece));
+        while let Next::Piece(key, piece) = source.next() {
+            execute(source, key, piece);
+        }
         if let Some(error) = outcome.failed {
             self.ring_failed(error.message());
         } else if let (Some(number), true) = (outcome.refused, any) {
@@ -102,20 +128,38 @@ impl Engine {
     }
 }
 
-/// Executes the open pieces of a batch one by one; whether any succeeded.
+/// The open pieces of a batch.
+struct Batch<'a> {
+    pieces: &'a mut [Piece],
+    at: usize,
+}
+
+impl Source for Batch<'_> {
+    fn next(&mut self) -> Next {
+        while let Some(piece) = self.pieces.get(self.at) {
+            self.at += 1;
+            if piece.is_open() {
+                return Next::Piece(self.at - 1, piece.anew());
+            }
+        }
+        Next::End
+    }
+
+    fn ended(&mut self, key: usize, result: Result<()>) {
+        if let Some(piece) = self.pieces.get_mut(key) {
+            piece.result = result;
+        }
+    }
+}
+
+/// Executes a piece by plain calls.
 ///
 /// # Safety
 /// As for [`crate::io::files::Files::transfer`].
-unsafe fn one_by_one(pieces: &mut [Piece], align: u64, open: Open<'_>) -> bool {
-    let mut any = false;
-    for piece in pieces.iter_mut().filter(|piece| piece.is_open()) {
-        piece.result = open(piece.file).and_then(|file| {
-            let mut span = Span::new(piece, &*file).until(file.end());
-            // SAFETY: the caller's promise.
-            let result = unsafe { span.carry_out(align) };
-            result.map_err(|error| error.within(file.name()))
-        });
-        any |= piece.result.is_ok();
-    }
-    any
+unsafe fn carry_out(piece: &Piece, align: u64, open: Open<'_>) -> Result<()> {
+    let file = open(piece.file)?;
+    let mut span = Span::new(piece, &*file).until(file.end());
+    // SAFETY: the caller's promise.
+    let result = unsafe { span.carry_out(align) };
+    result.map_err(|error| error.within(file.name()))
 }

@@ -85,6 +85,12 @@ impl Piece {
         self.parts.iter().fold(0, |sum, part| sum.saturating_add(part.bytes))
     }
 
+    /// The same transfer, not executed yet.
+    pub fn anew(&self) -> Piece {
+        let Piece { file, access, offset, parts, .. } = *self;
+        Piece { file, access, offset, parts, result: Err(Error::from(Status::Again)) }
+    }
+
     /// Marks a piece that was checked as not transferred yet, or stores why it is invalid.
     pub fn begin(&mut self, checked: Result<()>) {
         self.result = checked.and(Err(Status::Again.into()));
@@ -123,6 +129,29 @@ impl Piece {
         Ok(())
     }
 }
+
+/// The next piece of a [`Source`].
+pub enum Next {
+    /// A piece, and the key by which the source knows it.
+    Piece(usize, Piece),
+    /// There is none until a piece in flight has ended.
+    Wait,
+    /// There are no more.
+    End,
+}
+
+/// Supplies the pieces of a [`Files::stream`], and takes their results. It prepares pieces, and
+/// uses the results of others, while the device transfers.
+pub trait Source {
+    /// The next piece. [`Next::Wait`] only while a piece is in flight.
+    fn next(&mut self) -> Next;
+
+    /// A piece has ended: nothing uses its memory any more.
+    fn ended(&mut self, key: usize, result: Result<()>);
+}
+
+/// Limit: pieces that [`Files::stream`] collects where it cannot transfer while it collects.
+const MAX_COLLECTED: usize = 64;
 
 /// Files of one directory.
 ///
@@ -177,6 +206,32 @@ pub trait Files: Send + Sync {
     /// The memory of every piece is valid for its direction, and nothing else accesses it, until
     /// this returns.
     unsafe fn transfer(&self, pieces: &mut [Piece]);
+
+    /// Executes the pieces of a source, and keeps many in flight: it requests the next piece as soon
+    /// as there is room for it. When this returns every piece has ended. By default in batches.
+    ///
+    /// # Safety
+    /// As [`Files::transfer`], for the memory of each piece from [`Source::next`] to
+    /// [`Source::ended`].
+    unsafe fn stream(&self, source: &mut dyn Source) {
+        loop {
+            let (mut keys, mut pieces) = (Vec::new(), Vec::new());
+            while keys.len() < MAX_COLLECTED
+                && let Next::Piece(key, piece) = source.next()
+            {
+                keys.push(key);
+                pieces.push(piece);
+            }
+            if keys.is_empty() {
+                return;
+            }
+            // SAFETY: the caller's promise.
+            unsafe { self.transfer(&mut pieces) };
+            for (key, piece) in keys.into_iter().zip(pieces) {
+                source.ended(key, piece.result);
+            }
+        }
+    }
 
     /// Free bytes of the file system.
     fn free_bytes(&self) -> Result<u64>;

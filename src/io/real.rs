@@ -9,7 +9,7 @@ use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::io::directory::{Directory, facts_of};
 use crate::io::engine::Engine;
-use crate::io::files::{Entry, FileId, Files, LOCK_NAME, Piece, check_name};
+use crate::io::files::{Entry, FileId, Files, LOCK_NAME, Next, Piece, Source, check_name};
 use crate::io::lock::Lock;
 use crate::io::open_file::{OpenFile, Poison};
 use crate::io::open_files::OpenFiles;
@@ -209,9 +209,41 @@ impl Files for RealFiles {
         unsafe { self.engine.transfer(pieces, self.align, &|file| self.file(file)) };
     }
 
+    unsafe fn stream(&self, source: &mut dyn Source) {
+        let mut checked = Checked { source, align: self.align, forked: fork::check() };
+        // SAFETY: the caller's promise.
+        unsafe { self.engine.stream(&mut checked, self.align, &|file| self.file(file)) };
+    }
+
     fn free_bytes(&self) -> Result<u64> {
         fork::check()?;
         self.directory.free_bytes()
+    }
+}
+
+/// The valid pieces of a source; the others end with an error.
+struct Checked<'a> {
+    source: &'a mut dyn Source,
+    align: u64,
+    forked: Result<()>,
+}
+
+impl Source for Checked<'_> {
+    fn next(&mut self) -> Next {
+        loop {
+            let (key, piece) = match self.source.next() {
+                Next::Piece(key, piece) => (key, piece),
+                other => return other,
+            };
+            match self.forked.clone().and_then(|()| piece.check(self.align)) {
+                Ok(()) => return Next::Piece(key, piece),
+                Err(error) => self.source.ended(key, Err(error)),
+            }
+        }
+    }
+
+    fn ended(&mut self, key: usize, result: Result<()>) {
+        self.source.ended(key, result);
     }
 }
 
@@ -349,6 +381,76 @@ mod tests {
         let x = files.create("x", 8192).expect("created");
         assert_eq!(write(&files, x, 0, 5, 4096), Ok(()));
         assert_eq!(read(&files, x, 0, 4096).expect("read"), [5; 4096]);
+    }
+
+    /// Pieces of a stream, of which at most three may be in flight.
+    struct Stream {
+        all: Vec<Piece>,
+        at: usize,
+        in_flight: usize,
+        results: Vec<Option<Result<()>>>,
+    }
+
+    impl Source for Stream {
+        fn next(&mut self) -> Next {
+            let Some(piece) = self.all.get(self.at) else { return Next::End };
+            if self.in_flight == 3 {
+                return Next::Wait;
+            }
+            (self.at, self.in_flight) = (self.at + 1, self.in_flight + 1);
+            Next::Piece(self.at - 1, piece.anew())
+        }
+
+        fn ended(&mut self, key: usize, result: Result<()>) {
+            self.in_flight -= 1;
+            assert!(self.results[key].replace(result).is_none(), "it ended before");
+        }
+    }
+
+    #[test]
+    fn every_piece_of_a_stream_ends_once() {
+        for (no_uring, breaks) in [
+            (false, None),
+            (true, None),
+            (false, Some(Damage::Cut)),
+            (false, Some(Damage::Restricted)),
+        ] {
+            let scratch = Scratch::new();
+            let opts = RealOpts { no_uring, depth: 2, ..RealOpts::default() };
+            let files = RealFiles::open(&scratch.0, &opts).expect("made");
+            let file = files.create("x", 64 << 12).expect("created");
+            let stock = memory(64 << 12);
+            bytes_of(&stock).chunks_mut(1 << 12).zip(1..).for_each(|(b, i)| b.fill(i));
+            for access in [Access::Write, Access::Read] {
+                let piece = |i: u64| {
+                    let address = stock.range(i << 12, 1 << 12).expect("inside");
+                    Piece::one(file, access, i << 12, address, 1 << 12)
+                };
+                let mut all: Vec<Piece> = (0..64).map(piece).collect();
+                all[9].parts[0].address = std::ptr::null_mut();
+                all[11].file = FileId(u32::MAX);
+                all[63].parts[0].bytes = 0;
+                let results = (0..64).map(|_| None).collect();
+                let mut source = Stream { all, at: 0, in_flight: 0, results };
+                if let (Some(how), Some(rings)) = (breaks, files.engine.rings()) {
+                    rings.damage(how);
+                }
+                // SAFETY: the memory is this test's own.
+                unsafe { files.stream(&mut source) };
+                for (at, result) in source.results.iter().enumerate() {
+                    let is_bad = at == 9 || at == 11;
+                    let result = result.as_ref().expect("it has ended");
+                    assert_eq!(result.is_err(), is_bad, "{at}: {result:?}");
+                }
+                if access == Access::Write {
+                    bytes_of(&stock).fill(0);
+                }
+            }
+            for (at, bytes) in bytes_of(&stock).chunks(1 << 12).enumerate() {
+                let right = if [9, 11, 63].contains(&at) { 0 } else { at as u8 + 1 };
+                assert!(bytes.iter().all(|byte| *byte == right), "piece {at}");
+            }
+        }
     }
 
     /// Writes and reads a batch; returns the engine's name.

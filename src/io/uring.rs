@@ -1,5 +1,5 @@
-//! Transfers by io_uring: a batch is submitted at once. All threads share a few rings; a call takes
-//! a free one exclusively.
+//! Transfers by io_uring: pieces are submitted as their source supplies them, and results handed back
+//! as they arrive. All threads share a few rings; a call takes a free one exclusively.
 //!
 //! When a call returns, none of the caller's memory is in flight. A `Flight` counts the entries
 //! that the kernel has taken from the ring and not returned. Its drop waits until there are none,
@@ -13,8 +13,9 @@ use io_uring::{IoUring, opcode, types};
 use crate::base::fork;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::{Arc, Mutex};
+use crate::io::engine::Open;
 use crate::io::errno;
-use crate::io::files::{Access, FileId, MAX_PARTS, Piece};
+use crate::io::files::{Access, MAX_PARTS, Next, Piece, Source};
 use crate::io::open_file::OpenFile;
 use crate::io::span::Span;
 
@@ -25,12 +26,23 @@ pub const MAX_RINGS: usize = 16;
 /// Limit: submissions of a transfer that the kernel defers.
 const MAX_TRIES: u32 = 16;
 
-/// Outcome of a batch.
+/// Bytes that wait in a ring before they are submitted while the source prepares more: enough that
+/// small pieces share a system call, and that large ones do not wait.
+const SUBMIT_BYTES: u64 = 256 << 10;
+
+/// Limit: bytes in flight on a ring, at which no further piece is begun. Disks reach their rate with
+/// less, and other transfers wait for what is queued.
+const MAX_BYTES_IN_FLIGHT: u64 = 16 << 20;
+
+/// Pieces that were not executed, with their keys.
+pub type Left = Vec<(usize, Piece)>;
+
+/// Outcome of a stream.
 #[derive(Default)]
 pub struct Outcome {
-    /// The ring failed; open pieces were not transferred.
+    /// The ring failed.
     pub failed: Option<Error>,
-    /// The number of an error that is no device error, if there was any. Its pieces are open, too.
+    /// The number of an error that is no device error, if there was any.
     pub refused: Option<i32>,
 }
 
@@ -77,24 +89,27 @@ impl Rings {
         }
     }
 
-    /// Executes the open pieces as far as possible; none if all rings are taken.
+    /// Executes the pieces of a source as far as possible; none if all rings are taken. Pieces that
+    /// it could not execute are added to `left`.
     ///
     /// # Safety
-    /// As for [`crate::io::files::Files::transfer`].
-    pub unsafe fn transfer(
+    /// As for [`crate::io::files::Files::stream`].
+    pub unsafe fn stream(
         &self,
-        pieces: &mut [Piece],
+        source: &mut dyn Source,
         align: u64,
-        open: &dyn Fn(FileId) -> Result<Arc<OpenFile>>,
+        open: Open<'_>,
+        left: &mut Left,
     ) -> Outcome {
         let Some(mut ring) = self.take() else { return Outcome::default() };
         // SAFETY: the caller's promise.
-        match unsafe { ring.transfer(pieces, align, open) } {
+        match unsafe { ring.stream(source, align, open, left) } {
             Ok(refused) => {
                 self.idle.lock().rings.push(ring);
                 Outcome { failed: None, refused }
             }
             Err(error) => {
+                left.extend(ring.slots.iter_mut().filter_map(Slot::take));
                 drop(ring);
                 self.idle.lock().more += 1;
                 Outcome { failed: Some(error), refused: None }
@@ -112,10 +127,19 @@ struct Ring {
 }
 
 struct Slot {
-    piece: usize,
+    /// The piece in flight, with its key.
+    piece: Option<(usize, Piece)>,
     file: Option<Arc<OpenFile>>,
     span: Span,
     tries: u32,
+}
+
+impl Slot {
+    const FREE: Slot = Slot { piece: None, file: None, span: Span::NONE, tries: 0 };
+
+    fn take(&mut self) -> Option<(usize, Piece)> {
+        std::mem::replace(self, Slot::FREE).piece
+    }
 }
 
 impl Drop for Ring {
@@ -136,7 +160,7 @@ impl Ring {
             ring.map_err(|e| errno::error(e.raw_os_error().unwrap_or(0), "io_uring_setup"))?;
         let mut slots = Vec::new();
         slots.try_reserve_exact(depth as usize).map_err(|_| Status::NoMem)?;
-        slots.extend((0..depth).map(|_| Slot { piece: 0, file: None, span: Span::NONE, tries: 0 }));
+        slots.extend((0..depth).map(|_| Slot::FREE));
         let mut free = Vec::new();
         free.try_reserve_exact(depth as usize).map_err(|_| Status::NoMem)?;
         free.extend(0..depth);
@@ -146,46 +170,49 @@ impl Ring {
     /// An error means that the ring is unusable; else the first refused number.
     ///
     /// # Safety
-    /// As for [`crate::io::files::Files::transfer`].
-    unsafe fn transfer(
+    /// As for [`crate::io::files::Files::stream`].
+    unsafe fn stream(
         &mut self,
-        pieces: &mut [Piece],
+        source: &mut dyn Source,
         align: u64,
-        open: &dyn Fn(FileId) -> Result<Arc<OpenFile>>,
+        open: Open<'_>,
+        left: &mut Left,
     ) -> Result<Option<i32>> {
-        let mut flight = Flight { ring: self, submitted: 0, returned: 0 };
-        let mut refused = None;
-        let mut next = 0;
+        let mut flight = Flight { ring: self, submitted: 0, returned: 0, refused: None, bytes: 0 };
         loop {
-            while let Some(piece) = pieces.get_mut(next) {
-                if flight.ring.free.is_empty() {
-                    break;
-                }
-                if piece.is_open() {
-                    match open(piece.file) {
-                        Ok(file) => flight.start(next, piece, file)?,
-                        Err(error) => piece.result = Err(error),
+            let (mut is_over, mut waiting_bytes) = (false, 0);
+            while flight.has_room() {
+                match source.next() {
+                    Next::Piece(key, piece) => {
+                        waiting_bytes += piece.bytes();
+                        flight.bytes += piece.bytes();
+                        match open(piece.file) {
+                            Ok(file) => flight.start(source, key, piece, file)?,
+                            Err(error) => {
+                                flight.bytes -= piece.bytes();
+                                source.ended(key, Err(error));
+                            }
+                        }
+                    }
+                    Next::Wait => break,
+                    Next::End => {
+                        is_over = true;
+                        break;
                     }
                 }
-                next += 1;
+                if waiting_bytes >= SUBMIT_BYTES {
+                    waiting_bytes = 0;
+                    flight.enter(0)?;
+                    flight.settle_all(source, align, left)?;
+                }
             }
             let in_flight = flight.submitted - flight.returned;
             if in_flight == 0 {
-                return Ok(refused);
+                return Ok(flight.refused);
             }
             // If pieces remain, refill slots as soon as one is free.
-            flight.enter(if next < pieces.len() { 1 } else { in_flight as usize })?;
-            while let Some((slot, result)) = flight.next_return() {
-                match flight.settle(slot, result, align)? {
-                    Settled::Not => {}
-                    Settled::Refused(number) => refused = refused.or(Some(number)),
-                    Settled::Done(index, result) => {
-                        if let Some(piece) = pieces.get_mut(index) {
-                            piece.result = result;
-                        }
-                    }
-                }
-            }
+            flight.enter(if is_over { in_flight as usize } else { 1 })?;
+            flight.settle_all(source, align, left)?;
         }
     }
 }
@@ -197,18 +224,33 @@ struct Flight<'a> {
     submitted: u64,
     /// Entries returned so far.
     returned: u64,
+    /// The first error that is no device error.
+    refused: Option<i32>,
+    /// Bytes of the pieces in flight.
+    bytes: u64,
 }
 
 impl Flight<'_> {
-    fn start(&mut self, index: usize, piece: &mut Piece, file: Arc<OpenFile>) -> Result<()> {
-        let span = Span::new(piece, &*file).until(file.end());
+    fn has_room(&self) -> bool {
+        !self.ring.free.is_empty() && self.bytes < MAX_BYTES_IN_FLIGHT
+    }
+
+    fn start(
+        &mut self,
+        source: &mut dyn Source,
+        key: usize,
+        piece: Piece,
+        file: Arc<OpenFile>,
+    ) -> Result<()> {
+        let span = Span::new(&piece, &*file).until(file.end());
         if span.is_done() {
-            piece.result = Ok(());
+            self.bytes -= piece.bytes();
+            source.ended(key, Ok(()));
             return Ok(());
         }
         let Some(place) = self.ring.free.pop() else { return Err(Status::State.into()) };
         if let Some(slot) = self.ring.slots.get_mut(place as usize) {
-            *slot = Slot { piece: index, file: Some(file), span, tries: 0 };
+            *slot = Slot { piece: Some((key, piece)), file: Some(file), span, tries: 0 };
         }
         self.push_entry(place)
     }
@@ -262,36 +304,48 @@ impl Flight<'_> {
         Some((entry.user_data() as u32, entry.result()))
     }
 
+    /// Handles all returned entries.
+    fn settle_all(&mut self, source: &mut dyn Source, align: u64, left: &mut Left) -> Result<()> {
+        while let Some((place, result)) = self.next_return() {
+            match self.settle(place, result, align)? {
+                Settled::Not => {}
+                Settled::Refused(number, key, piece) => {
+                    self.refused = self.refused.or(Some(number));
+                    left.push((key, piece));
+                }
+                Settled::Done(key, result) => source.ended(key, result),
+            }
+        }
+        Ok(())
+    }
+
     /// Handles a returned entry, and resubmits the rest if there is any.
     fn settle(&mut self, place: u32, result: i32, align: u64) -> Result<Settled> {
-        let Some(slot) = self.ring.slots.get_mut(place as usize) else {
-            return Err(Error::new(Status::State, "the ring returned an unknown entry"));
-        };
+        let unknown = || Error::new(Status::State, "the ring returned an unknown entry");
+        let slot = self.ring.slots.get_mut(place as usize).ok_or_else(unknown)?;
         slot.tries += 1;
-        let settled = match u32::try_from(result).map_err(|_| result.saturating_neg()) {
+        let ended = match u32::try_from(result).map_err(|_| result.saturating_neg()) {
             Ok(bytes) => match slot.span.moved(u64::from(bytes), align) {
                 Ok(()) if !slot.span.is_done() => None,
-                result => Some(Settled::Done(slot.piece, result)),
+                result => Some(Ok(result)),
             },
             Err(number) if errno::is_passing(number) && slot.tries < MAX_TRIES => None,
-            Err(number) if errno::is_of_device(number) => {
-                Some(Settled::Done(slot.piece, Err(slot.span.failed(number))))
-            }
-            Err(number) => Some(Settled::Refused(number)),
+            Err(number) if errno::is_of_device(number) => Some(Ok(Err(slot.span.failed(number)))),
+            Err(number) => Some(Err(number)),
         };
-        let Some(settled) = settled else {
+        let Some(ended) = ended else {
             self.push_entry(place)?;
             return Ok(Settled::Not);
         };
         let file = slot.file.take();
-        slot.span = Span::NONE;
+        let (key, piece) = slot.take().ok_or_else(unknown)?;
+        self.bytes = self.bytes.saturating_sub(piece.bytes());
         self.ring.free.push(place);
-        match (settled, file) {
-            (Settled::Done(piece, Err(error)), Some(file)) => {
-                Ok(Settled::Done(piece, Err(error.within(file.name()))))
-            }
-            (settled, _) => Ok(settled),
-        }
+        let name = file.as_ref().map_or("", |file| file.name());
+        Ok(match ended {
+            Ok(result) => Settled::Done(key, result.map_err(|error| error.within(name))),
+            Err(number) => Settled::Refused(number, key, piece),
+        })
     }
 }
 
@@ -302,7 +356,7 @@ enum Settled {
     /// A piece has its result.
     Done(usize, Result<()>),
     /// An error that another transfer method may not have.
-    Refused(i32),
+    Refused(i32, usize, Piece),
 }
 
 impl Drop for Flight<'_> {
@@ -368,6 +422,7 @@ impl Ring {
 #[cfg(all(test, not(feature = "shuttle")))]
 mod tests {
     use super::*;
+    use crate::io::files::FileId;
     use crate::io::scratch::{Scratch, bytes_of, memory};
     use std::os::unix::fs::OpenOptionsExt;
 
@@ -396,11 +451,12 @@ mod tests {
         let file = file(&scratch);
         for _ in 0..4 {
             let stock = memory(16 << 20);
-            let mut flight = Flight { ring: &mut ring, submitted: 0, returned: 0 };
+            let mut flight =
+                Flight { ring: &mut ring, submitted: 0, returned: 0, refused: None, bytes: 0 };
             for i in 0..16 {
                 let address = stock.range(i << 20, 1 << 20).expect("inside");
-                let mut piece = Piece::one(FileId(0), Access::Read, i << 20, address, 1 << 20);
-                flight.start(i as usize, &mut piece, file.clone()).expect("room");
+                let piece = Piece::one(FileId(0), Access::Read, i << 20, address, 1 << 20);
+                flight.start(&mut Nothing, i as usize, piece, file.clone()).expect("room");
                 if i == 11 {
                     flight.ring.ring.submit().expect("taken by the kernel");
                 }
@@ -421,10 +477,11 @@ mod tests {
         let scratch = Scratch::new();
         let file = file(&scratch);
         let stock = memory(8192);
-        let mut flight = Flight { ring: &mut ring, submitted: 0, returned: 0 };
+        let mut flight =
+            Flight { ring: &mut ring, submitted: 0, returned: 0, refused: None, bytes: 0 };
         let judged = |flight: &mut Flight, results: &[i32]| {
-            let mut piece = Piece::one(FileId(0), Access::Read, 0, stock.address(), 8192);
-            flight.start(7, &mut piece, file.clone()).expect("room");
+            let piece = Piece::one(FileId(0), Access::Read, 0, stock.address(), 8192);
+            flight.start(&mut Nothing, 7, piece, file.clone()).expect("room");
             let mut last = Settled::Not;
             for result in results {
                 assert!(matches!(last, Settled::Not), "it continues");
@@ -436,10 +493,10 @@ mod tests {
             }
             match last {
                 Settled::Not => "continues".to_string(),
-                Settled::Refused(number) => format!("refused {number}"),
+                Settled::Refused(number, 7, _) => format!("refused {number}"),
                 Settled::Done(7, Ok(())) => "done".to_string(),
                 Settled::Done(7, Err(error)) => error.status().name().to_string(),
-                Settled::Done(..) => "another piece".to_string(),
+                Settled::Done(..) | Settled::Refused(..) => "another piece".to_string(),
             }
         };
         assert_eq!(judged(&mut flight, &[8192]), "done");
@@ -462,16 +519,23 @@ mod tests {
         let Ok(rings) = Rings::new(2) else { return };
         let taken: Vec<Ring> = std::iter::from_fn(|| rings.take()).collect();
         assert!(taken.len() <= MAX_RINGS && !taken.is_empty());
-        let outcome = unsafe_nothing(&rings);
-        assert!(outcome.failed.is_none() && outcome.refused.is_none());
-    }
-
-    fn unsafe_nothing(rings: &Rings) -> Outcome {
-        let mut pieces = [Piece::one(FileId(0), Access::Read, 0, std::ptr::null_mut(), 0)];
+        let mut left = Left::new();
         let open = |_| Err(Status::Closed.into());
         // SAFETY: there is no memory in it.
-        let outcome = unsafe { rings.transfer(&mut pieces, 1, &open) };
-        assert!(pieces[0].is_open(), "all rings were taken: it is left to the caller");
-        outcome
+        let outcome = unsafe { rings.stream(&mut Nothing, 1, &open, &mut left) };
+        assert!(outcome.failed.is_none() && outcome.refused.is_none() && left.is_empty());
+    }
+
+    /// A source that must not be asked.
+    struct Nothing;
+
+    impl Source for Nothing {
+        fn next(&mut self) -> Next {
+            panic!("it is not asked")
+        }
+
+        fn ended(&mut self, _: usize, _: Result<()>) {
+            panic!("nothing has ended")
+        }
     }
 }

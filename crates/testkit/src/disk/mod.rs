@@ -21,7 +21,10 @@ use crate::disk::medium::{Call, Disk};
 use crate::disk::plan::{Costs, Plan};
 use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::{Arc, Mutex};
-use kvtier::io::files::{Access, Entry, FileId, Files, Piece, check_name};
+use kvtier::io::files::{Access, Entry, FileId, Files, Next, Piece, Source, check_name};
+
+/// Limit: pieces of a stream in flight.
+const MAX_IN_FLIGHT: usize = 8;
 
 /// Options of a simulated disk.
 #[derive(Clone, Copy, Debug)]
@@ -229,6 +232,27 @@ impl Files for SimFiles {
         for piece in first.iter_mut().chain(later) {
             // SAFETY: the caller's promise.
             piece.result = unsafe { self.transfer_one(piece) };
+        }
+    }
+
+    /// Any number of pieces are in flight, and any of them ends next.
+    unsafe fn stream(&self, source: &mut dyn Source) {
+        let mut flight: Vec<(usize, Piece)> = Vec::new();
+        loop {
+            let most = self.disk.lock().any_place(MAX_IN_FLIGHT) + 1;
+            while flight.len() < most
+                && let Next::Piece(key, piece) = source.next()
+            {
+                flight.push((key, piece));
+            }
+            if flight.is_empty() {
+                return;
+            }
+            let at = self.disk.lock().any_place(flight.len());
+            let (key, mut piece) = flight.swap_remove(at);
+            // SAFETY: the caller's promise.
+            let result = unsafe { self.transfer_one(&mut piece) };
+            source.ended(key, result);
         }
     }
 
