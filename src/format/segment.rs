@@ -35,6 +35,8 @@ pub struct SegmentHeader {
     pub number: u64,
     /// Blocks of the segment, the header included.
     pub blocks: u32,
+    /// The file was another segment before: blocks that were not written have that one's bytes.
+    pub is_reused: bool,
 }
 
 /// Contents of the store file.
@@ -82,6 +84,7 @@ impl SegmentHeader {
         put_u32(block, 12, self.blocks);
         put(block, 16, &self.store);
         put_u64(block, 32, self.number);
+        put_u16(block, 40, self.is_reused.into());
         sign(block);
     }
 
@@ -95,6 +98,7 @@ impl SegmentHeader {
             store: array_at(block, 16),
             number: u64_at(block, 32),
             blocks: u32_at(block, 12),
+            is_reused: u16_at(block, 40) != 0,
         })
     }
 }
@@ -140,7 +144,7 @@ mod tests {
 
     #[test]
     fn headers_round_trip_and_every_flipped_bit_is_detected() {
-        let header = SegmentHeader { store: [3; 16], number: 77, blocks: 16384 };
+        let header = SegmentHeader { store: [3; 16], number: 77, blocks: 16384, is_reused: true };
         let mut block = [0; BLOCK_BYTES];
         header.encode(&mut block);
         assert_eq!(SegmentHeader::decode(&block), Ok(header));
@@ -171,7 +175,8 @@ mod tests {
     #[test]
     fn another_version_is_reported() {
         let mut block = [0; BLOCK_BYTES];
-        SegmentHeader { store: [3; 16], number: 1, blocks: 2 }.encode(&mut block);
+        let header = SegmentHeader { store: [3; 16], number: 1, blocks: 2, is_reused: false };
+        header.encode(&mut block);
         block[4] = 2;
         sign(&mut block);
         assert_eq!(SegmentHeader::decode(&block), Err(HeaderError::Version(2)));

@@ -7,7 +7,8 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use kvtier::base::memory::Buffer;
 use kvtier::format::keys::{Fingerprint, Key};
@@ -183,6 +184,24 @@ fn append(tier: &DiskTier, bytes: u64, stock: &Buffer) -> Outcome<(f64, Vec<(Spo
     Ok((start.elapsed().as_secs_f64(), places))
 }
 
+/// Runs `then` while a thread makes the next segments, as the upkeep worker of a store does.
+fn with_upkeep<T>(tier: &DiskTier, then: impl FnOnce() -> T) -> T {
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Acquire) {
+                if tier.wants_prepare() {
+                    tier.prepare();
+                }
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        });
+        let result = then();
+        is_over.store(true, Ordering::Release);
+        result
+    })
+}
+
 /// Processor time of all threads, in seconds.
 pub fn processor() -> f64 {
     // SAFETY: a struct of integers may be zero.
@@ -308,7 +327,7 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
     };
     let ours = || {
         let before = processor();
-        let (took, written) = append(&tier, bytes, stock)?;
+        let (took, written) = with_upkeep(&tier, || append(&tier, bytes, stock))?;
         (places, used.0) = (written, processor() - before);
         Ok(took)
     };
@@ -325,6 +344,8 @@ fn round(pairs: &mut Pairs, turn: u32, bytes: u64, stock: &Buffer) -> Outcome<()
     }
     tier.close().map_err(say)?;
     drop(tier);
+    let left = self::segments(&dir)?;
+    let layout = (left.as_slice(), places.as_slice());
     // The same reads without verification of the bytes.
     let [_, used] = read_pair(turn, &open(false)?, layout, 1, stock)?;
     pairs.used[2].push(used);

@@ -283,6 +283,10 @@ fn run_upkeep(
             disk.sweep();
             Ok(())
         }
+        Upkeep::Prepare => {
+            disk.prepare();
+            Ok(())
+        }
         Upkeep::Compact(number) => disk.compact(*number, checkpoint_writer).map(|_| ()),
         Upkeep::Checkpoint(checkpoint) => checkpoint.write(disk, checkpoint_writer),
     }

@@ -384,6 +384,11 @@ impl StoreState {
             return None;
         }
         let disk = self.disk.clone()?;
+        // First: it is short, and writers wait for it.
+        if disk.wants_prepare() {
+            self.disk_gc.used_before = disk.stats().used_bytes;
+            return Some(Upkeep::Prepare);
+        }
         if self.disk_gc.is_checkpoint_due() {
             self.disk_gc.holds_writes = self.stages.in_flight[WorkerKind::Write as usize] > 0;
             if self.disk_gc.holds_writes {
@@ -818,6 +823,8 @@ pub struct Page {
 
 /// A task that keeps the disk in order.
 pub enum Upkeep {
+    /// Makes the next segments.
+    Prepare,
     /// Removes empty segments.
     Sweep,
     /// Moves the live cells of a segment elsewhere.

@@ -165,7 +165,9 @@ impl StoreState {
                 self.stages.in_flight[workers as usize] == 0
                     && self.disk.is_some()
                     && !is_held
-                    && (self.disk_gc.may_have_work() || self.disk_gc.is_checkpoint_due())
+                    && (self.disk_gc.may_have_work()
+                        || self.disk_gc.is_checkpoint_due()
+                        || self.disk.as_ref().is_some_and(|disk| disk.wants_prepare()))
             }
             WorkerKind::Fetch => {
                 self.remote.as_ref().is_some_and(|remote| !remote.is_quiet_to_fetch())

@@ -1,4 +1,5 @@
-//! Appending records: space is taken under the lock, records are written outside it.
+//! Appending records: space is taken under the lock, records are written outside it. Many are in
+//! flight while the next one is prepared.
 
 use std::ops::Range;
 
@@ -10,10 +11,11 @@ use crate::format::record::{
 };
 use crate::format::seal::{Identity, MAX_PLANES, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::{Access, FileId};
-use crate::tier::disk::batch::{Mark, PutCell, PutPlane, Puts};
+use crate::io::files::{Access, FileId, Next, Source};
+use crate::tier::disk::batch::{Mark, PutPlane, Puts};
 use crate::tier::disk::files::{Pinned, refusal};
 use crate::tier::disk::gather::{Gather, in_place, within};
+use crate::tier::disk::grow::Rest;
 use crate::tier::disk::state::{Front, Grant};
 use crate::tier::disk::{DiskTier, Spot, blocks_u32, offset_of};
 
@@ -25,6 +27,184 @@ struct PendingRecord<'a> {
     grant: Grant,
     pinned: Pinned<'a>,
     failed: Option<Error>,
+}
+
+/// The position in the last record: its header and some of its cells are queued.
+#[derive(Clone, Copy)]
+struct Cursor {
+    /// Index of the next cell in the batch.
+    cell: usize,
+    /// Bytes of it that are queued.
+    done: u64,
+    /// Its first block in the segment; 0 = the header is not queued yet.
+    at: u32,
+}
+
+/// Records to append, as a source of writes. While earlier records are written, it computes the
+/// checksums of the next one and takes space for it.
+///
+/// The memory of all planes is valid, and no one writes it: the caller's guarantee.
+struct Append<'a> {
+    tier: &'a DiskTier,
+    puts: &'a mut Puts,
+    /// Records to begin.
+    records: Range<usize>,
+    front: Front,
+    gather: Gather<'a>,
+    /// Records that were begun; their indices are the owners of transfers.
+    jobs: Vec<PendingRecord<'a>>,
+    cursor: Option<Cursor>,
+    /// Rests of segments to void, the first ones, `queued` in number, queued or in flight. Their owners
+    /// count down from `usize::MAX`.
+    rests: Vec<(Rest, Pinned<'a>)>,
+    queued: usize,
+}
+
+impl Source for Append<'_> {
+    fn next(&mut self) -> Next {
+        loop {
+            if let Some(next) = self.gather.next() {
+                return next;
+            }
+            match self.queue_rest() {
+                Ok(Some(true)) => continue,
+                Ok(Some(false)) => return Next::Wait,
+                Ok(None) | Err(_) => {}
+            }
+            if self.cursor.is_none() && !self.begin_next() {
+                return Next::End;
+            }
+            let Some(cursor) = self.cursor.take() else { continue };
+            match self.queue_record(cursor) {
+                Ok(None) => {}
+                Ok(Some(rest)) => {
+                    self.cursor = Some(rest);
+                    if !self.gather.has_queued() {
+                        return Next::Wait;
+                    }
+                }
+                Err(error) => self.fail(self.jobs.len() - 1, error),
+            }
+        }
+    }
+
+    fn ended(&mut self, owner: usize, result: Result<()>) {
+        self.gather.ended();
+        if let Some((rest, _)) = self.rests.get(usize::MAX - owner) {
+            self.tier.rest_is_void(rest);
+        } else if let Err(error) = result {
+            self.fail(owner, refusal(error));
+        }
+    }
+}
+
+impl Append<'_> {
+    /// Queues the next void. None = there is none; false = transfers must end first.
+    fn queue_rest(&mut self) -> Result<Option<bool>> {
+        let Some((rest, pinned)) = self.rests.get(self.queued) else { return Ok(None) };
+        let block = BLOCK_BYTES as u64;
+        let Some((address, _)) = self.gather.room(block, block)? else { return Ok(Some(false)) };
+        // SAFETY: a block of staging memory, for this gather only.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(address, BLOCK_BYTES) };
+        self.tier.encode_void(bytes, &rest.grant, rest.blocks);
+        let (owner, offset) = (usize::MAX - self.queued, offset_of(rest.grant.at));
+        self.gather.add(owner, pinned.file, offset, address, block);
+        self.queued += 1;
+        Ok(Some(true))
+    }
+
+    /// Begins a record, or stores why it cannot be written. False = there is none.
+    fn begin_next(&mut self) -> bool {
+        let Some(record) = self.records.next() else { return false };
+        // SAFETY: the caller's guarantee.
+        let begun = unsafe { measure(self.puts, record) }.and_then(|(header, blocks)| {
+            self.tier.begin(self.puts, record, header, blocks, self.front)
+        });
+        match begun {
+            Ok((job, rest)) => {
+                if let Some(rest) = rest {
+                    match self.tier.pin(rest.grant.segment) {
+                        Ok(pinned) => self.rests.push((rest, pinned)),
+                        Err(_) => self.tier.rest_is_void(&rest),
+                    }
+                }
+                self.jobs.push(job);
+                let cell = self.puts.cells_of(record).start;
+                self.cursor = Some(Cursor { cell, done: 0, at: 0 });
+            }
+            Err(error) => self.puts.records[record].result = Err(error),
+        }
+        true
+    }
+
+    fn fail(&mut self, owner: usize, error: Error) {
+        if let Some(job) = self.jobs.get_mut(owner) {
+            job.failed.get_or_insert(error);
+        }
+    }
+
+    /// Queues the transfers of the last record, as far as there is staging memory; returns the rest.
+    fn queue_record(&mut self, mut cursor: Cursor) -> Result<Option<Cursor>> {
+        let owner = self.jobs.len() - 1;
+        let job = &self.jobs[owner];
+        let (file, record, grant) = (job.pinned.file, job.record, job.grant);
+        if cursor.at == 0 {
+            let bytes = u64::from(job.header_blocks) * BLOCK_BYTES as u64;
+            let Some((header, _)) = self.gather.room(bytes, bytes)? else {
+                return Ok(Some(cursor));
+            };
+            // SAFETY: staging memory of that length, for this gather only.
+            let header_bytes = unsafe { std::slice::from_raw_parts_mut(header, bytes as usize) };
+            self.tier.encode(header_bytes, self.puts, job);
+            self.gather.add(owner, file, offset_of(grant.at), header, bytes);
+            cursor.at = grant.at + job.header_blocks;
+        }
+        while cursor.cell < self.puts.cells_of(record).end {
+            if !self.queue_cell(owner, file, &mut cursor)? {
+                return Ok(Some(cursor));
+            }
+            cursor.at += blocks_u32(self.puts.cells[cursor.cell].stored_bytes);
+            (cursor.cell, cursor.done) = (cursor.cell + 1, 0);
+        }
+        Ok(None)
+    }
+
+    /// The same for a cell; false = something is left.
+    fn queue_cell(&mut self, owner: usize, file: FileId, cursor: &mut Cursor) -> Result<bool> {
+        let cell = &self.puts.cells[cursor.cell];
+        let planes = self.puts.planes_of(cell);
+        let (offset, stored) = (offset_of(cursor.at), cell.stored_bytes);
+        let whole = blocks_of(stored) * BLOCK_BYTES as u64;
+        let ranges = || planes.iter().map(PutPlane::range).filter(|range| range.bytes > 0);
+        if in_place(ranges(), self.tier.align, cell.padded) {
+            let mut done = 0;
+            for range in ranges() {
+                let last = done + range.bytes == stored;
+                // Without alignment the padding of a block is not written.
+                let pad = if last && cell.padded { whole - stored } else { 0 };
+                self.gather.add(owner, file, offset + done, range.address, range.bytes + pad);
+                done += range.bytes;
+            }
+            return Ok(true);
+        }
+        while cursor.done < whole {
+            let block = BLOCK_BYTES as u64;
+            let Some((to, bytes)) = self.gather.room(block, whole - cursor.done)? else {
+                return Ok(false);
+            };
+            let bytes = bytes / block * block;
+            let filled = bytes.min(stored - cursor.done);
+            within(ranges(), cursor.done, filled, |from, place, bytes| {
+                // SAFETY: a part of a plane, into staging memory that has room for it.
+                unsafe { to.add(place as usize).copy_from_nonoverlapping(from, bytes as usize) };
+            });
+            // SAFETY: the rest of the same staging memory.
+            unsafe { to.add(filled as usize).write_bytes(0, (bytes - filled) as usize) };
+            self.gather.add(owner, file, offset + cursor.done, to, bytes);
+            cursor.done += bytes;
+        }
+        Ok(true)
+    }
 }
 
 impl DiskTier {
@@ -58,17 +238,17 @@ impl DiskTier {
             puts.iter_mut().for_each(|put| put.result = Err(error.clone()));
             return;
         }
-        for record in records {
-            // SAFETY: the caller's guarantee.
-            let job = unsafe { measure(puts, record) }
-                .and_then(|(header, blocks)| self.begin(puts, record, header, blocks, front));
-            match job {
-                Ok(job) => jobs.push(job),
-                Err(error) => puts.records[record].result = Err(error),
-            }
-        }
-        // SAFETY: the caller's guarantee.
-        unsafe { self.write(puts, &mut jobs) };
+        let gather = Gather::new(&self.staging, Access::Write);
+        let (cursor, rests, queued) = (None, Vec::new(), 0);
+        let mut append =
+            Append { tier: self, puts, records, front, gather, jobs, cursor, rests, queued };
+        // SAFETY: pieces name memory of planes, which the caller guarantees, and of the gather.
+        unsafe { self.files.stream(&mut append) };
+        // What could not be queued is left without a void.
+        append.rests.iter().skip(append.queued).for_each(|(rest, _)| self.rest_is_void(rest));
+        let Append { puts, mut jobs, gather, rests, .. } = append;
+        // Their memory is needed for voids.
+        drop((gather, rests));
         for job in jobs.iter().filter(|job| job.failed.is_some()) {
             // Best effort: an opening also skips a hole without it, only slower.
             let _ = self.write_void(job.pinned.file, &job.grant, job.blocks);
@@ -84,8 +264,8 @@ impl DiskTier {
         header_blocks: u32,
         blocks: u32,
         front: Front,
-    ) -> Result<PendingRecord<'_>> {
-        let grant = self.room_for(front, blocks, puts.records[record].born)?;
+    ) -> Result<(PendingRecord<'_>, Option<Rest>)> {
+        let (grant, rest) = self.room_and_rest(front, blocks, puts.records[record].born)?;
         let cells = blocks - header_blocks;
         match self.pin(grant.segment) {
             Ok(pinned) => {
@@ -93,9 +273,13 @@ impl DiskTier {
                 if let Some(segment) = state.segments.get_mut(&grant.segment) {
                     segment.live += cells;
                 }
-                Ok(PendingRecord { record, header_blocks, blocks, grant, pinned, failed: None })
+                drop(state);
+                let failed = None;
+                let job = PendingRecord { record, header_blocks, blocks, grant, pinned, failed };
+                Ok((job, rest))
             }
             Err(error) => {
+                rest.iter().for_each(|rest| self.rest_is_void(rest));
                 let mut state = self.state.lock();
                 state.leave_front(grant.segment);
                 if let Some(segment) = state.segments.get_mut(&grant.segment) {
@@ -104,52 +288,6 @@ impl DiskTier {
                 Err(error)
             }
         }
-    }
-
-    unsafe fn write(&self, puts: &mut Puts, jobs: &mut [PendingRecord<'_>]) {
-        let mut gather = Gather::new(&*self.files, &self.staging, Access::Write);
-        for (owner, job) in jobs.iter_mut().enumerate() {
-            // SAFETY: the caller's guarantee, here and below: flushed memory belongs to planes or
-            // to the gather itself.
-            unsafe { gather.make_way() };
-            // SAFETY: as above.
-            if let Err(error) = unsafe { self.write_record(&mut gather, owner, puts, job) } {
-                job.failed = Some(error);
-            }
-        }
-        // SAFETY: as above.
-        unsafe { gather.flush() };
-        for (owner, error) in gather.failed.drain(..) {
-            if let Some(job) = jobs.get_mut(owner) {
-                job.failed = Some(refusal(error));
-            }
-        }
-    }
-
-    unsafe fn write_record(
-        &self,
-        gather: &mut Gather<'_>,
-        owner: usize,
-        puts: &mut Puts,
-        job: &PendingRecord<'_>,
-    ) -> Result<()> {
-        let bytes = u64::from(job.header_blocks) * BLOCK_BYTES as u64;
-        // SAFETY: the caller's guarantee.
-        let (header, _) = unsafe { gather.room(bytes, bytes)? };
-        // SAFETY: staging memory of that length, for this gather only.
-        let header_bytes = unsafe { std::slice::from_raw_parts_mut(header, bytes as usize) };
-        self.encode(header_bytes, puts, job);
-        let file = job.pinned.file;
-        gather.add(owner, file, offset_of(job.grant.at), header, bytes);
-        let Some(put) = puts.records.get(job.record) else { return Ok(()) };
-        let mut at = job.grant.at + job.header_blocks;
-        for cell in puts.cells.get(put.cells.clone()).unwrap_or(&[]) {
-            let planes = puts.planes_of(cell);
-            // SAFETY: the caller's guarantee.
-            unsafe { self.write_cell(gather, owner, (file, offset_of(at)), cell, planes)? };
-            at += blocks_u32(cell.stored_bytes);
-        }
-        Ok(())
     }
 
     fn encode(&self, bytes: &mut [u8], puts: &mut Puts, job: &PendingRecord<'_>) {
@@ -180,46 +318,6 @@ impl DiskTier {
             until: 0,
             from: put.from,
         });
-    }
-
-    unsafe fn write_cell(
-        &self,
-        gather: &mut Gather<'_>,
-        owner: usize,
-        to: (FileId, u64),
-        cell: &PutCell,
-        planes: &[PutPlane],
-    ) -> Result<()> {
-        let (file, offset) = to;
-        let whole = blocks_of(cell.stored_bytes) * BLOCK_BYTES as u64;
-        let ranges = || planes.iter().map(PutPlane::range).filter(|range| range.bytes > 0);
-        if in_place(ranges(), self.align, cell.padded) {
-            let mut done = 0;
-            for range in ranges() {
-                let last = done + range.bytes == cell.stored_bytes;
-                // Without alignment the padding of a block is not written.
-                let pad = if last && cell.padded { whole - cell.stored_bytes } else { 0 };
-                gather.add(owner, file, offset + done, range.address, range.bytes + pad);
-                done += range.bytes;
-            }
-            return Ok(());
-        }
-        let mut done = 0;
-        while done < whole {
-            // SAFETY: the caller's guarantee.
-            let (to, bytes) = unsafe { gather.room(BLOCK_BYTES as u64, whole - done)? };
-            let bytes = bytes / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
-            let filled = bytes.min(cell.stored_bytes - done);
-            within(ranges(), done, filled, |from, place, bytes| {
-                // SAFETY: a part of a plane, into staging memory that has room for it.
-                unsafe { to.add(place as usize).copy_from_nonoverlapping(from, bytes as usize) };
-            });
-            // SAFETY: the rest of the same staging memory.
-            unsafe { to.add(filled as usize).write_bytes(0, (bytes - filled) as usize) };
-            gather.add(owner, file, offset + done, to, bytes);
-            done += bytes;
-        }
-        Ok(())
     }
 
     fn finish(&self, puts: &mut Puts, jobs: &mut [PendingRecord<'_>], front: Front) {

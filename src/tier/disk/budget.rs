@@ -3,6 +3,7 @@
 use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::status::Result;
+use crate::base::sync::atomic::Ordering;
 use crate::base::sync::{Arc, Mutex};
 use crate::fail;
 use crate::tier::disk::state::{Front, State};
@@ -32,6 +33,9 @@ impl DiskTier {
             0 => 0,
             _ => state.checkpoint_bytes,
         };
+        drop(state);
+        // Files beyond a smaller budget that are only kept for the next segments are removed.
+        self.wants_prepare.store(true, Ordering::Release);
         Ok(())
     }
 }
@@ -164,7 +168,7 @@ mod tests {
         assert_eq!((state.used_bytes, limits(&state)), (45, [50, 95]));
         state.give_back(5);
         assert_eq!(limits(&state), [50, 50]);
-        state.take(10, 0, 50).expect("room");
+        assert_eq!(state.take(10, 0, 50), Ok(true));
         assert_eq!(limits(&state), [50, 50], "it does not come back");
         state.set_budget(200, 10);
         assert_eq!(limits(&state), [200, 200]);

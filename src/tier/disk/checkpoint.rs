@@ -146,6 +146,21 @@ impl DiskTier {
 
     /// Takes space for the largest possible checkpoint.
     fn begin_checkpoint(&self, cover: &Cover, chunks: usize, cells: usize) -> Result<Draft> {
+        loop {
+            if let Some(draft) = self.try_begin_checkpoint(cover, chunks, cells)? {
+                return Ok(draft);
+            }
+            self.discard(|_| true);
+        }
+    }
+
+    /// The same; None = spare files must be removed first.
+    fn try_begin_checkpoint(
+        &self,
+        cover: &Cover,
+        chunks: usize,
+        cells: usize,
+    ) -> Result<Option<Draft>> {
         let mut state = self.state.lock();
         if state.checkpointing {
             fail!(Busy, "another checkpoint is being written");
@@ -165,10 +180,12 @@ impl DiskTier {
         };
         let (bytes, budget) = (header.file_bytes(), state.budget_bytes);
         state.checkpoint_bytes = self.next_checkpoint_bytes(bytes, budget);
-        state.take(bytes, self.options.segment_bytes, budget)?;
+        if !state.take(bytes, self.options.segment_bytes, budget)? {
+            return Ok(None);
+        }
         state.next_checkpoint += 1;
         state.checkpointing = true;
-        Ok(Draft { header, sessions })
+        Ok(Some(Draft { header, sessions }))
     }
 
     /// Estimated length of a checkpoint after one of `bytes` bytes, with a margin; 0 if two of them
@@ -205,6 +222,8 @@ impl DiskTier {
             let _ = self.files.remove(&unfinished);
             let _ = self.files.remove(&name);
             self.release(bytes, &[unfinished, name]);
+            // Another program may have filled the disk.
+            self.discard(|_| true);
             return Err(refusal(error));
         }
         let mut state = self.state.lock();

@@ -1,60 +1,49 @@
-//! Collects transfers and executes them in batches, in place or through staging memory.
+//! Collects the transfers of records and cells, in place or through staging memory.
+
+use std::collections::VecDeque;
 
 use crate::base::status::Result;
-use crate::io::files::{Access, FileId, Files, Part, Piece};
+use crate::io::files::{Access, FileId, Next, Part, Piece};
 use crate::tier::disk::staging::{STAGING_BYTES, Staging, StagingGuard};
 
-/// Most pieces of a batch, so that a large batch does not wait for its last header.
-const MAX_PIECES: usize = 256;
-
-/// A copy to make once a batch was read.
+/// A copy to make once an owner's transfers have ended.
 struct Back {
+    owner: usize,
     from: *const u8,
     to: *mut u8,
     bytes: usize,
 }
 
-/// Collects transfers, each for an owner, and executes them in batches.
+/// Collects transfers, each for an owner, and counts those in flight.
 pub(super) struct Gather<'a> {
-    files: &'a dyn Files,
     staging: &'a Staging,
     access: Access,
     buffer: Option<StagingGuard<'a>>,
+    /// Bytes of the buffer in use. They become free when nothing is in flight.
     used: u64,
-    pieces: Vec<Piece>,
-    owners: Vec<usize>,
+    queue: VecDeque<(usize, Piece)>,
+    in_flight: usize,
     backs: Vec<Back>,
-    /// Owners of failed transfers, with the errors.
-    pub failed: Vec<(usize, crate::base::status::Error)>,
 }
 
 impl<'a> Gather<'a> {
-    pub fn new(files: &'a dyn Files, staging: &'a Staging, access: Access) -> Gather<'a> {
-        Gather {
-            files,
-            staging,
-            access,
-            buffer: None,
-            used: 0,
-            pieces: Vec::new(),
-            owners: Vec::new(),
-            backs: Vec::new(),
-            failed: Vec::new(),
-        }
+    pub fn new(staging: &'a Staging, access: Access) -> Gather<'a> {
+        let (buffer, queue, backs) = (None, VecDeque::new(), Vec::new());
+        Gather { staging, access, buffer, used: 0, queue, in_flight: 0, backs }
     }
 
-    /// Staging memory of at most `bytes` bytes and at least `least`; executes the batch first if
-    /// too little is left.
-    ///
-    /// # Safety
-    /// As [`Gather::flush`].
-    pub unsafe fn room(&mut self, least: u64, bytes: u64) -> Result<(*mut u8, u64)> {
+    /// Staging memory of at most `bytes` bytes and at least `least`. None = transfers that are queued
+    /// or in flight must end first.
+    pub fn room(&mut self, least: u64, bytes: u64) -> Result<Option<(*mut u8, u64)>> {
         if self.buffer.is_none() {
             self.buffer = Some(self.staging.take()?);
         }
         if STAGING_BYTES - self.used < least {
-            // SAFETY: the caller's guarantee.
-            unsafe { self.flush() };
+            if self.is_busy() {
+                return Ok(None);
+            }
+            self.copy_all_back(|_| true);
+            self.used = 0;
         }
         let bytes = bytes.min(STAGING_BYTES - self.used);
         let address = self.buffer.as_ref().and_then(|b| b.range(self.used, bytes));
@@ -62,57 +51,55 @@ impl<'a> Gather<'a> {
             crate::fail!(Limit, "{least} bytes do not fit in a staging buffer");
         };
         self.used += bytes;
-        Ok((address, bytes))
+        Ok(Some((address, bytes)))
     }
 
-    /// Executes the batch if it is full, before memory for further pieces is requested.
-    ///
-    /// # Safety
-    /// As [`Gather::flush`].
-    pub unsafe fn make_way(&mut self) {
-        if self.pieces.len() >= MAX_PIECES {
-            // SAFETY: the caller's guarantee.
-            unsafe { self.flush() };
-        }
-    }
-
-    /// Adds a transfer of an owner; its memory stays valid until the next flush.
+    /// Adds a transfer of an owner; its memory stays valid until it has ended.
     pub fn add(&mut self, owner: usize, file: FileId, offset: u64, address: *mut u8, bytes: u64) {
-        if let (Some(last), Some(&by)) = (self.pieces.last_mut(), self.owners.last()) {
+        if let Some((by, last)) = self.queue.back_mut() {
             let follows = last.file == file && last.offset + last.bytes() == offset;
-            if by == owner && follows && extend(last, address, bytes) {
+            if *by == owner && follows && extend(last, address, bytes) {
                 return;
             }
         }
-        self.pieces.push(Piece::one(file, self.access, offset, address, bytes));
-        self.owners.push(owner);
+        self.queue.push_back((owner, Piece::one(file, self.access, offset, address, bytes)));
     }
 
-    /// After the batch, copies `bytes` bytes of staging memory from `from` to `to`.
-    pub fn copy_back(&mut self, from: *const u8, to: *mut u8, bytes: u64) {
-        self.backs.push(Back { from, to, bytes: bytes as usize });
+    /// Once the transfers of an owner have ended, `bytes` bytes of staging memory are copied from
+    /// `from` to `to`: memory that is valid, and that nothing else uses, until then.
+    pub fn copy_back(&mut self, owner: usize, from: *const u8, to: *mut u8, bytes: u64) {
+        self.backs.push(Back { owner, from, to, bytes: bytes as usize });
     }
 
-    /// Executes the collected transfers.
-    ///
-    /// # Safety
-    /// The memory of all added transfers is valid, and nothing else uses it.
-    pub unsafe fn flush(&mut self) {
-        if !self.pieces.is_empty() {
-            // SAFETY: the caller's guarantee; staging memory belongs to this gather only.
-            unsafe { self.files.transfer(&mut self.pieces) };
-        }
-        for (piece, owner) in self.pieces.drain(..).zip(self.owners.drain(..)) {
-            if let Err(error) = piece.result {
-                self.failed.push((owner, error));
-            }
-        }
-        for back in self.backs.drain(..) {
-            // SAFETY: from staging memory to the reader's memory, both of `bytes` bytes; no one
-            // else uses a staging buffer.
+    /// Begins the next queued transfer.
+    pub fn next(&mut self) -> Option<Next> {
+        let (owner, piece) = self.queue.pop_front()?;
+        self.in_flight += 1;
+        Some(Next::Piece(owner, piece))
+    }
+
+    /// A transfer has ended.
+    pub fn ended(&mut self) {
+        self.in_flight -= 1;
+    }
+
+    /// Whether transfers wait to begin.
+    pub fn has_queued(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Whether transfers are queued or in flight.
+    pub fn is_busy(&self) -> bool {
+        self.in_flight > 0 || self.has_queued()
+    }
+
+    /// Makes the copies of some owners. Their transfers have ended.
+    pub fn copy_all_back(&mut self, of: impl Fn(usize) -> bool) {
+        for back in self.backs.extract_if(.., |back| of(back.owner)) {
+            // SAFETY: from staging memory, which only this gather uses, to the reader's memory, both
+            // of `bytes` bytes.
             unsafe { std::ptr::copy_nonoverlapping(back.from, back.to, back.bytes) };
         }
-        self.used = 0;
     }
 }
 

@@ -1,17 +1,35 @@
-//! Creating segments under the budget, and removing empty ones.
+//! Space for records under the budget, and removing empty segments.
 
 use crate::base::status::Result;
+use crate::base::sync::atomic::Ordering;
 use crate::fail;
-use crate::format::segment::{BLOCK_BYTES, SegmentHeader};
+use crate::format::segment::BLOCK_BYTES;
 use crate::io::files::{Access, FileId};
-use crate::tier::disk::files::{refusal, segment as segment_name};
-use crate::tier::disk::spot::MAX_SEGMENT;
-use crate::tier::disk::state::{Front, Grant, Segment, State};
+use crate::tier::disk::files::segment as segment_name;
+use crate::tier::disk::state::{Front, Grant, State};
 use crate::tier::disk::{DiskTier, offset_of};
+
+/// The rest of a segment that no record is written to.
+pub(super) struct Rest {
+    pub grant: Grant,
+    pub blocks: u32,
+}
 
 impl DiskTier {
     /// Space for a record at a write position, in a new segment if necessary.
     pub(super) fn room_for(&self, front: Front, blocks: u32, born: u64) -> Result<Grant> {
+        let (grant, ended) = self.room_and_rest(front, blocks, born)?;
+        self.void_rest(ended);
+        Ok(grant)
+    }
+
+    /// The same; also the rest of the segment before, which the caller voids.
+    pub(super) fn room_and_rest(
+        &self,
+        front: Front,
+        blocks: u32,
+        born: u64,
+    ) -> Result<(Grant, Option<Rest>)> {
         if blocks >= self.segment_blocks() {
             fail!(
                 Limit,
@@ -21,124 +39,65 @@ impl DiskTier {
                 self.options.segment_bytes
             );
         }
-        if let Some(grant) = self.state.lock().grant(front, blocks, born) {
-            return Ok(grant);
+        if let Some(granted) = self.grant(front, blocks, born) {
+            return Ok(granted);
         }
-        let growth = self.growth.lock();
-        // Another thread may have created one while this one waited.
-        if let Some(grant) = self.state.lock().grant(front, blocks, born) {
-            return Ok(grant);
+        let _growth = self.growth.lock();
+        loop {
+            // Another thread may have created one while this one waited, or taken it.
+            if let Some(granted) = self.grant(front, blocks, born) {
+                return Ok(granted);
+            }
+            self.end(front);
+            self.sweep();
+            self.make_ready(front, 1)?;
+            self.sync_surplus();
         }
-        self.end(front);
-        self.sweep();
-        let grant = self.make_segment(front, blocks, born)?;
-        drop(growth);
-        match grant {
-            Some(grant) => Ok(grant),
-            None => fail!(Limit, "{blocks} blocks do not fit into a new segment"),
+    }
+
+    /// Space in the segment of a write position, or in the next segment if that is ready.
+    fn grant(&self, front: Front, blocks: u32, born: u64) -> Option<(Grant, Option<Rest>)> {
+        let bytes = self.options.segment_bytes;
+        let mut state = self.state.lock();
+        if let Some(grant) = state.grant(front, blocks, born) {
+            return Some((grant, None));
         }
+        let kept = state.kept_by(front, bytes);
+        if state.ready.is_empty() || !state.has_room(bytes, kept, state.limit(front)) {
+            return None;
+        }
+        // Under the same lock: otherwise another thread could sweep the empty segment, or fill it.
+        let ended = state.end_front(front).map(|(grant, blocks)| Rest { grant, blocks });
+        state.begin_ready(front, self.segment_blocks());
+        let grant = state.grant(front, blocks, born);
+        if state.lacks_ready(bytes) {
+            self.wants_prepare.store(true, Ordering::Release);
+        }
+        Some((grant?, ended))
     }
 
     /// Ends the segment of a write position, and voids its remaining space, so that an opening
     /// skips it.
     pub(super) fn end(&self, front: Front) {
         let ended = self.state.lock().end_front(front);
-        let Some((grant, rest)) = ended else { return };
-        if let Ok(pinned) = self.pin(grant.segment) {
-            let _ = self.write_void(pinned.file, &grant, rest);
+        self.void_rest(ended.map(|(grant, blocks)| Rest { grant, blocks }));
+    }
+
+    fn void_rest(&self, ended: Option<Rest>) {
+        let Some(rest) = ended else { return };
+        if let Ok(pinned) = self.pin(rest.grant.segment) {
+            let _ = self.write_void(pinned.file, &rest.grant, rest.blocks);
         }
+        self.rest_is_void(&rest);
+    }
+
+    /// The rest of a segment was voided, or not: an opening skips it without that, only slower.
+    pub(super) fn rest_is_void(&self, rest: &Rest) {
         let mut state = self.state.lock();
-        if let Some(segment) = state.segments.get_mut(&grant.segment) {
+        state.stats.overhead_bytes += BLOCK_BYTES as u64;
+        if let Some(segment) = state.segments.get_mut(&rest.grant.segment) {
             segment.writing -= 1;
         }
-    }
-
-    /// Creates a segment for a write position; returns space in it.
-    fn make_segment(&self, front: Front, blocks: u32, born: u64) -> Result<Option<Grant>> {
-        let bytes = self.options.segment_bytes;
-        let number = {
-            let mut state = self.state.lock();
-            let spare = if front == Front::Callers { state.held_back(bytes) } else { 0 };
-            let number = state.next_segment;
-            if number > MAX_SEGMENT {
-                fail!(Limit, "all segment numbers are in use");
-            }
-            let limit = state.limit(front);
-            state.take(bytes, spare, limit)?;
-            state.next_segment += 1;
-            number
-        };
-        let all = self.segment_blocks();
-        let name = segment_name(number);
-        let made = self.files.create(&name, bytes);
-        let begun = made.and_then(|file| {
-            let begun = self.begin_segment(file, number, all);
-            if begun.is_err() {
-                self.files.close(file);
-            }
-            begun.map(|()| file)
-        });
-        match begun {
-            Ok(file) => {
-                let mut state = self.state.lock();
-                let segment = Segment {
-                    file: Some(file),
-                    blocks: all,
-                    next: 1,
-                    oldest: u64::MAX,
-                    ..Segment::default()
-                };
-                state.add_segment(number, segment);
-                state.open.push(number);
-                state.stats.segments_made += 1;
-                state.stats.overhead_bytes += BLOCK_BYTES as u64;
-                // Under the same lock: otherwise another thread could sweep the empty segment, or
-                // fill it.
-                state.fronts[front as usize] = Some(number);
-                let grant = state.grant(front, blocks, born);
-                drop(state);
-                self.sync_surplus();
-                Ok(grant)
-            }
-            Err(error) => {
-                let error = refusal(error);
-                self.state.lock().stats.refused += 1;
-                self.unmake(&name, bytes, number);
-                Err(error)
-            }
-        }
-    }
-
-    /// Writes the header, and makes the name durable.
-    fn begin_segment(&self, file: FileId, number: u64, blocks: u32) -> Result<()> {
-        let buffer = self.staging.block()?;
-        let mut block = [0; BLOCK_BYTES];
-        SegmentHeader { store: self.store, number, blocks }.encode(&mut block);
-        // SAFETY: a block of memory that nothing else uses.
-        let written = unsafe {
-            buffer.address().copy_from_nonoverlapping(block.as_ptr(), BLOCK_BYTES);
-            self.transfer_one(file, Access::Write, 0, buffer.address(), BLOCK_BYTES as u64)
-        };
-        drop(buffer);
-        written?;
-        self.files.sync_names()
-    }
-
-    /// Removes a segment that could not be completed. Its bytes count until the removal is certain.
-    fn unmake(&self, name: &str, bytes: u64, number: u64) {
-        let removed = match self.files.remove(name) {
-            Ok(()) => self.files.sync_names().is_ok(),
-            // It may not have been created at all.
-            Err(_) => self.files.list().is_ok_and(|all| all.iter().all(|e| e.name != name)),
-        };
-        let mut state = self.state.lock();
-        if removed {
-            state.give_back(bytes);
-            return;
-        }
-        let blocks = (bytes / BLOCK_BYTES as u64) as u32;
-        let segment = Segment { blocks, next: blocks, oldest: u64::MAX, ..Segment::default() };
-        state.add_segment(number, segment);
     }
 
     /// Removes segments without live cells and users; returns the freed bytes. A segment that
@@ -174,11 +133,14 @@ impl DiskTier {
         if removing.is_empty() {
             return 0;
         }
+        let mut spares = Vec::new();
         removing.retain(|&(number, file, _)| {
             if let Some(file) = file {
                 self.files.close(file);
             }
-            let removed = self.files.remove(&segment_name(number)).is_ok();
+            let is_spare = self.make_spare(number);
+            spares.extend(is_spare.then_some(number));
+            let removed = is_spare || self.files.remove(&segment_name(number)).is_ok();
             if !removed {
                 self.keep(number);
             }
@@ -195,14 +157,18 @@ impl DiskTier {
                 state.lost.insert(number, segment.clean);
             }
             state.stats.segments_removed += 1;
-            if is_durable {
-                state.give_back(bytes);
-                freed += bytes;
-            } else {
-                state.lingering_bytes += bytes;
+            // Another thread may have taken it already.
+            let is_spare = spares.contains(&number);
+            if !is_durable {
+                state.lingering_bytes += if is_spare { 0 } else { bytes };
                 let before = state.lingering_oldest.unwrap_or(u64::MAX);
                 state.lingering_oldest = Some(before.min(oldest));
+                continue;
             }
+            if !is_spare {
+                state.give_back(bytes);
+            }
+            freed += bytes;
         }
         if is_durable {
             state.lingering_oldest = None;
@@ -233,7 +199,6 @@ impl DiskTier {
         let written =
             unsafe { self.transfer_one(file, Access::Write, offset, address, BLOCK_BYTES as u64) };
         drop(buffer);
-        self.state.lock().stats.overhead_bytes += BLOCK_BYTES as u64;
         written
     }
 }

@@ -26,6 +26,7 @@ mod open;
 mod read;
 mod recovered;
 mod scan;
+mod spare;
 mod spot;
 mod staging;
 mod state;
@@ -35,6 +36,7 @@ mod underway;
 use crate::base::account::Account;
 use crate::base::clock::Clock;
 use crate::base::status::Result;
+use crate::base::sync::atomic::AtomicBool;
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::format::segment::{BLOCK_BYTES, STORE_BLOCKS, StoreId};
 use crate::io::files::Files;
@@ -123,8 +125,8 @@ impl Options {
 /// - A `forget` and an `append` of the same chunk: callers order them. The append counts if it took
 ///   its space later.
 /// - A checkpoint and everything else: see [`DiskTier::cover`].
-/// - Calls of `append` that need a segment wait for the one that creates it. `commit` waits for a
-///   sync of the same segment that is in flight.
+/// - Calls of `append` that need a segment, and find none that [`DiskTier::prepare`] has made, wait
+///   for the one that creates it. `commit` waits for a sync of the same segment that is in flight.
 ///
 /// A batch ([`Puts`], [`Gets`]) and its memory belong to one call at a time.
 pub struct DiskTier {
@@ -137,6 +139,8 @@ pub struct DiskTier {
     changed: Condvar,
     /// Held while a segment is created.
     growth: Mutex<()>,
+    /// [`DiskTier::prepare`] has something to do.
+    wants_prepare: AtomicBool,
     staging: Staging,
     paid: Paid,
 }
@@ -151,7 +155,8 @@ impl DiskTier {
     pub fn stats(&self) -> Stats {
         let state = self.state.lock();
         Stats {
-            used_bytes: state.used_bytes,
+            used_bytes: state.used_bytes - state.spare_bytes,
+            spare_bytes: state.spare_bytes,
             budget_bytes: state.budget_bytes,
             scratch_bytes: self.staging.scratch_bytes(),
             staging_bytes: self.staging.bytes(),

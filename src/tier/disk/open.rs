@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::base::status::Result;
+use crate::base::sync::atomic::AtomicBool;
 use crate::base::sync::{Arc, Condvar, Mutex};
 use crate::fail;
 use crate::format::checkpoint::SegmentEntry;
@@ -78,6 +79,7 @@ impl DiskTier {
             }),
             changed: Condvar::new(),
             growth: Mutex::new(()),
+            wants_prepare: AtomicBool::new(false),
             staging,
             paid,
         };
@@ -107,6 +109,7 @@ impl DiskTier {
         let growth = self.growth.lock();
         self.end(Front::Callers);
         self.end(Front::Compaction);
+        self.discard(|_| true);
         drop(growth);
         self.commit_all()
     }

@@ -8,12 +8,200 @@ use crate::format::codec::cell;
 use crate::format::record::{self, Cell, MAX_HEADER_BLOCKS, MAX_RECORD_BLOCKS, blocks_of};
 use crate::format::seal::{Identity, MAX_PLANES, Plane, seal};
 use crate::format::segment::BLOCK_BYTES;
-use crate::io::files::Access;
+use crate::io::files::{Access, Next, Source};
 use crate::tier::disk::append::sum_of;
 use crate::tier::disk::batch::{Get, GetPlane, Gets};
 use crate::tier::disk::files::Pinned;
 use crate::tier::disk::gather::{self, Gather, in_place, within};
+use crate::tier::disk::staging::STAGING_BYTES;
 use crate::tier::disk::{DiskTier, Spot, offset_of};
+
+#[derive(Default)]
+struct Totals {
+    corrupt: u64,
+    failed: u64,
+    bytes: u64,
+}
+
+/// The cell whose transfers are being queued, and how much of it is.
+#[derive(Clone, Copy)]
+struct Cursor {
+    owner: usize,
+    done: u64,
+    is_whole: bool,
+}
+
+/// Cells to read, as a source of reads. Cells that have arrived are verified while others are read.
+///
+/// The memory of all planes is valid, and nothing else uses it: the caller's guarantee.
+struct Reading<'a> {
+    tier: &'a DiskTier,
+    gets: &'a mut Gets,
+    /// Cells to begin.
+    which: Range<usize>,
+    /// The first cell of all.
+    first: usize,
+    gather: Gather<'a>,
+    pins: Vec<Pinned<'a>>,
+    /// Transfers of each cell in flight.
+    pending: Vec<u32>,
+    cursor: Option<Cursor>,
+    totals: Totals,
+}
+
+impl Source for Reading<'_> {
+    fn next(&mut self) -> Next {
+        loop {
+            if let Some(next) = self.gather.next() {
+                if let Next::Piece(owner, _) = &next {
+                    self.pending[owner - self.first] += 1;
+                }
+                return next;
+            }
+            self.cursor = self.cursor.filter(|cursor| !cursor.is_whole).or_else(|| {
+                let owner = self.which.next()?;
+                self.gets.gets[owner].result = Err(Error::from(Status::Again));
+                Some(Cursor { owner, done: 0, is_whole: false })
+            });
+            let Some(mut cursor) = self.cursor else {
+                // What is in flight will be verified here.
+                return if self.gather.is_busy() { Next::Wait } else { Next::End };
+            };
+            match self.queue_cell(&mut cursor) {
+                Ok(is_whole) => {
+                    self.cursor = Some(Cursor { is_whole, ..cursor });
+                    if !is_whole && !self.gather.has_queued() {
+                        return Next::Wait;
+                    }
+                }
+                Err(error) => {
+                    self.cursor = None;
+                    self.fail(cursor.owner, error);
+                }
+            }
+        }
+    }
+
+    fn ended(&mut self, owner: usize, result: Result<()>) {
+        self.gather.ended();
+        let pending = &mut self.pending[owner - self.first];
+        *pending -= 1;
+        let is_last = *pending == 0;
+        if let Err(error) = result {
+            self.fail(owner, error);
+        }
+        let begins = self.cursor.is_some_and(|cursor| {
+            cursor.owner == owner && (!cursor.is_whole || self.gather.has_queued())
+        });
+        if is_last && !begins && self.gets.gets[owner].result.is_ok() {
+            self.arrived(owner);
+        }
+    }
+}
+
+impl Reading<'_> {
+    /// Whether a cell has neither failed nor been queued as a whole.
+    fn is_open(&self, owner: usize) -> bool {
+        let result = &self.gets.gets[owner].result;
+        result.as_ref().is_err_and(|error| error.status() == Status::Again)
+    }
+
+    fn fail(&mut self, owner: usize, error: Error) {
+        if self.is_open(owner) || self.gets.gets[owner].result.is_ok() {
+            self.totals.failed += 1;
+            self.gets.gets[owner].result = Err(error);
+        }
+    }
+
+    /// All bytes of a cell were read.
+    fn arrived(&mut self, owner: usize) {
+        self.gather.copy_all_back(|of| of == owner);
+        // SAFETY: the blocks of an encoded cell were read.
+        unsafe { find_planes(self.gets, owner) };
+        let (get, planes) = (&self.gets.gets[owner], self.gets.planes_of(&self.gets.gets[owner]));
+        self.totals.bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
+        // SAFETY: the caller's guarantee: the planes' memory, written by the transfers.
+        if self.tier.options.verify && unsafe { sealed(get, planes) } != get.seal {
+            self.totals.corrupt += 1;
+            self.gets.gets[owner].result = Err(Error::from(Status::Corrupt));
+        }
+    }
+
+    /// Opens the segment of a cell. False = transfers must end first.
+    fn pin(&mut self, segment: u64) -> Result<bool> {
+        // Cells of a batch are mostly in the same segment.
+        if self.pins.last().is_some_and(|pinned| pinned.segment == segment) {
+            return Ok(true);
+        }
+        let in_use = self.tier.state.lock().in_use();
+        if !self.pins.is_empty() && in_use >= self.tier.options.max_open {
+            // The limit of open files is reached: close those of the cells that were read.
+            if self.gather.is_busy() {
+                return Ok(false);
+            }
+            self.pins.clear();
+        }
+        self.pins.push(self.tier.pin(segment)?);
+        Ok(true)
+    }
+
+    /// Queues the transfers of a cell, as far as there is staging memory. False = something is left.
+    fn queue_cell(&mut self, cursor: &mut Cursor) -> Result<bool> {
+        let owner = cursor.owner;
+        let spot = self.gets.gets[owner].spot;
+        if !self.pin(spot.segment())? {
+            return Ok(false);
+        }
+        let Some(pinned) = self.pins.last() else { return Ok(false) };
+        let get = &self.gets.gets[owner];
+        let (planes, coded) = match get.blocks {
+            0 => (self.gets.planes_of(get), None),
+            blocks => (&[][..], Some(blocks_at(get.address, blocks)?)),
+        };
+        let stored = match coded {
+            Some(blocks) => blocks.bytes,
+            None => checked_bytes(planes)?,
+        };
+        check_place(spot, stored, pinned)?;
+        let ranges = || {
+            let all = planes.iter().map(GetPlane::range).chain(coded);
+            all.filter(|range| range.bytes > 0)
+        };
+        let (block, align) = (BLOCK_BYTES as u64, self.tier.align);
+        let whole = blocks_of(stored) * block;
+        let (file, offset) = (pinned.file, offset_of(spot.block()));
+        if in_place(ranges(), align, get.padded) {
+            for range in ranges() {
+                let last = cursor.done + range.bytes == stored;
+                let pad = if last && stored % align != 0 { whole - stored } else { 0 };
+                self.gather.add(
+                    owner,
+                    file,
+                    offset + cursor.done,
+                    range.address,
+                    range.bytes + pad,
+                );
+                cursor.done += range.bytes;
+            }
+            cursor.done = whole;
+        }
+        while cursor.done < whole {
+            let Some((from, bytes)) = self.gather.room(block, whole - cursor.done)? else {
+                return Ok(false);
+            };
+            let bytes = bytes / block * block;
+            self.gather.add(owner, file, offset + cursor.done, from, bytes);
+            within(ranges(), cursor.done, bytes, |to, place, bytes| {
+                self.gather.copy_back(owner, from.wrapping_add(place as usize), to, bytes);
+            });
+            cursor.done += bytes;
+        }
+        if self.is_open(owner) {
+            self.gets.gets[owner].result = Ok(());
+        }
+        Ok(true)
+    }
+}
 
 impl DiskTier {
     /// Reads cells into the caller's memory; each has a result.
@@ -33,48 +221,18 @@ impl DiskTier {
     /// As there, for the planes and blocks of these cells.
     pub unsafe fn read_some(&self, gets: &mut Gets, which: Range<usize>) {
         let which = which.start..which.end.min(gets.len());
-        let mut gather = Gather::new(&*self.files, &self.staging, Access::Read);
-        let mut pins = Vec::new();
-        for owner in which.clone() {
-            // SAFETY: the caller's guarantee, here and below.
-            unsafe { gather.make_way() };
-            let segment = gets.gets[owner].spot.segment();
-            let is_another = pins.last().is_some_and(|pinned: &Pinned| pinned.segment != segment);
-            if is_another && self.state.lock().in_use() >= self.options.max_open {
-                // The limit of open files is reached: read the collected cells first. SAFETY: as
-                // above.
-                unsafe { gather.flush() };
-                pins.clear();
-            }
-            // SAFETY: as above.
-            let begun = unsafe { self.begin_read(&mut gather, owner, gets, &mut pins) };
-            gets.gets[owner].result = begun;
-        }
-        // SAFETY: as above.
-        unsafe { gather.flush() };
-        for (owner, error) in gather.failed.drain(..) {
-            gets.gets[owner].result = Err(error);
-        }
-        drop(pins);
-        let (mut corrupt, mut failed, mut bytes) = (0, 0, 0);
-        let count = which.len() as u64;
-        for at in which {
-            if gets.gets[at].result.is_err() {
-                failed += 1;
-                continue;
-            }
-            // SAFETY: as above: the blocks of an encoded cell were read.
-            unsafe { find_planes(gets, at) };
-            let (get, planes) = (&gets.gets[at], gets.planes_of(&gets.gets[at]));
-            bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
-            // SAFETY: the caller's guarantee: the planes' memory, written above.
-            if self.options.verify && unsafe { sealed(get, planes) } != get.seal {
-                corrupt += 1;
-                gets.gets[at].result = Err(Error::from(Status::Corrupt));
-            }
-        }
+        let gather = Gather::new(&self.staging, Access::Read);
+        let (first, count) = (which.start, which.len());
+        let (pins, totals) = (Vec::new(), Totals::default());
+        let pending = vec![0; count];
+        let mut reading =
+            Reading { tier: self, gets, which, first, gather, pins, pending, cursor: None, totals };
+        // SAFETY: pieces name memory of planes, which the caller guarantees, and of the gather.
+        unsafe { self.files.stream(&mut reading) };
+        let Totals { corrupt, failed, bytes } = reading.totals;
+        drop(reading);
         let mut state = self.state.lock();
-        state.stats.reads += count;
+        state.stats.reads += count as u64;
         state.stats.read_bytes += bytes;
         state.stats.corrupt += corrupt;
         state.stats.failed_reads += failed;
@@ -84,57 +242,6 @@ impl DiskTier {
         let pinned = self.pin(spot.segment())?;
         check_place(spot, stored, &pinned)?;
         Ok(pinned)
-    }
-
-    unsafe fn begin_read<'a>(
-        &'a self,
-        gather: &mut Gather<'_>,
-        owner: usize,
-        gets: &Gets,
-        pins: &mut Vec<Pinned<'a>>,
-    ) -> Result<()> {
-        let Some(get) = gets.gets.get(owner) else { return Ok(()) };
-        let (planes, coded) = match get.blocks {
-            0 => (gets.planes_of(get), None),
-            blocks => (&[][..], Some(blocks_at(get.address, blocks)?)),
-        };
-        let stored = match coded {
-            Some(blocks) => blocks.bytes,
-            None => checked_bytes(planes)?,
-        };
-        // Cells of a batch are mostly in the same segment.
-        if pins.last().is_none_or(|pinned| pinned.segment != get.spot.segment()) {
-            pins.push(self.pin(get.spot.segment())?);
-        }
-        let Some(pinned) = pins.last() else { return Ok(()) };
-        check_place(get.spot, stored, pinned)?;
-        let ranges = || {
-            let all = planes.iter().map(GetPlane::range).chain(coded);
-            all.filter(|range| range.bytes > 0)
-        };
-        let whole = blocks_of(stored) * BLOCK_BYTES as u64;
-        let (file, offset) = (pinned.file, offset_of(get.spot.block()));
-        let mut done = 0;
-        if in_place(ranges(), self.align, get.padded) {
-            for range in ranges() {
-                let last = done + range.bytes == stored;
-                let pad = if last && stored % self.align != 0 { whole - stored } else { 0 };
-                gather.add(owner, file, offset + done, range.address, range.bytes + pad);
-                done += range.bytes;
-            }
-            return Ok(());
-        }
-        while done < whole {
-            // SAFETY: the caller's guarantee.
-            let (from, bytes) = unsafe { gather.room(BLOCK_BYTES as u64, whole - done)? };
-            let bytes = bytes / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
-            gather.add(owner, file, offset + done, from, bytes);
-            within(ranges(), done, bytes, |to, place, bytes| {
-                gather.copy_back(from.wrapping_add(place as usize), to, bytes);
-            });
-            done += bytes;
-        }
-        Ok(())
     }
 
     /// The planes of a cell, from the header of its record; their combined seal must be `seal`.
@@ -167,24 +274,21 @@ impl DiskTier {
             fail!(Corrupt, "the plane has {} bytes, version {}", found.bytes, found.version);
         }
         let pinned = self.pin_cell(spot, stored)?;
-        let mut gather = Gather::new(&*self.files, &self.staging, Access::Read);
-        let block = BLOCK_BYTES as u64;
+        let buffer = self.staging.take()?;
+        let (block, end) = (BLOCK_BYTES as u64, start + plane.bytes);
         let mut at = start / block * block;
-        while at < start + plane.bytes {
-            let left = (start + plane.bytes - at).next_multiple_of(block);
-            // SAFETY: the caller's guarantee, here and below.
-            let (from, bytes) = unsafe { gather.room(block, left)? };
-            let bytes = bytes / block * block;
-            gather.add(0, pinned.file, offset_of(spot.block()) + at, from, bytes);
-            let (low, high) = (at.max(start), (at + bytes).min(start + plane.bytes));
-            let to = plane.address.wrapping_add((low - start) as usize);
-            gather.copy_back(from.wrapping_add((low - at) as usize), to, high - low);
+        while at < end {
+            let bytes = (end - at).next_multiple_of(block).min(STAGING_BYTES);
+            let (offset, from) = (offset_of(spot.block()) + at, buffer.address());
+            // SAFETY: staging memory that nothing else uses.
+            unsafe { self.transfer_one(pinned.file, Access::Read, offset, from, bytes)? };
+            let (low, high) = (at.max(start), (at + bytes).min(end));
+            // SAFETY: from that memory to the plane's, which the caller guarantees.
+            unsafe {
+                let to = plane.address.add((low - start) as usize);
+                to.copy_from_nonoverlapping(from.add((low - at) as usize), (high - low) as usize);
+            }
             at += bytes;
-        }
-        // SAFETY: as above.
-        unsafe { gather.flush() };
-        if let Some((_, error)) = gather.failed.pop() {
-            return Err(error);
         }
         // SAFETY: the plane's memory, written above.
         if unsafe { sum_of(plane.address, plane.bytes) } != found.sum {

@@ -2,7 +2,8 @@
 //!
 //! Where a header is expected and missing, the next one is searched for block by block. A record
 //! has its store, its place and a checksum: a record after a hole is as good as any. A hole is what
-//! a crash left between writes, or damage.
+//! a crash left between writes, or damage. A file that was another segment before has records of
+//! that one: they name it, and no number is used twice.
 
 use crate::base::status::Result;
 use crate::format::record::{MAX_HEADER_BLOCKS, Record, decode, peek};
@@ -50,6 +51,8 @@ pub(super) struct Walk {
     /// Data that is no record was seen since the last record.
     in_hole: bool,
     dirty_hole: bool,
+    /// Unwritten blocks have the bytes of an earlier segment: they say nothing.
+    is_reused: bool,
     found: Found,
 }
 
@@ -59,7 +62,8 @@ pub(super) type Need = Option<(u32, u32)>;
 impl Walk {
     pub fn new(store: StoreId, segment: u64, blocks: u32, from: u32) -> Walk {
         let found = Found { segment, end: from.max(1), ..Found::default() };
-        Walk { store, blocks, at: from, last: 0, in_hole: false, dirty_hole: false, found }
+        let (in_hole, dirty_hole, is_reused) = (false, false, false);
+        Walk { store, blocks, at: from, last: 0, in_hole, dirty_hole, is_reused, found }
     }
 
     /// The next read.
@@ -109,9 +113,12 @@ impl Walk {
     fn read_first(&mut self, bytes: &[u8]) -> bool {
         match SegmentHeader::decode(bytes) {
             Ok(header) => {
-                let ours = header.store == self.store && header.number == self.found.segment;
+                // A file gets its new name before its new header: with a smaller number the header is
+                // that of the segment before.
+                let ours = header.store == self.store && header.number <= self.found.segment;
                 self.found.foreign = !ours;
                 self.found.cut = ours && header.blocks > self.blocks;
+                self.is_reused = header.is_reused || header.number < self.found.segment;
             }
             Err(HeaderError::Version(_)) => self.found.foreign = true,
             Err(HeaderError::Damaged) => self.found.damaged_header = true,
@@ -164,7 +171,7 @@ impl Walk {
     }
 
     pub fn end(mut self) -> Found {
-        self.found.torn = self.in_hole && self.dirty_hole;
+        self.found.torn = self.in_hole && self.dirty_hole && !self.is_reused;
         self.found.damaged_header |= self.blocks == 0;
         self.found
     }

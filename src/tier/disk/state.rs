@@ -1,6 +1,6 @@
 //! State of the tier's segments. Nothing here is per cell.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
@@ -83,6 +83,11 @@ impl Segment {
         self.users == 0 && self.writing == 0 && !self.syncing && !self.leaving && !self.compacting
     }
 
+    /// Whether its file may become that of another segment: nothing of it may still fail.
+    pub fn is_clean(&self) -> bool {
+        !self.poisoned && self.clean >= self.dirty
+    }
+
     pub fn is_empty(&self) -> bool {
         self.live == 0 && self.forgets == 0 && self.sessions == 0 && !self.unread && !self.held
     }
@@ -100,6 +105,13 @@ pub(super) struct Note {
     pub born: u64,
     pub segment: u64,
     pub blocks: u32,
+}
+
+/// A segment that is on disk, and has no record yet.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ready {
+    pub number: u64,
+    pub file: FileId,
 }
 
 /// Space in a segment for one record.
@@ -125,7 +137,14 @@ pub(super) struct State {
     pub underway: Vec<u64>,
     pub next_segment: u64,
     pub next_checkpoint: u64,
+    /// Bytes of all files.
     pub used_bytes: u64,
+    /// Files of removed segments, by the number of that segment, and segments without records: the
+    /// next ones. All have the length of new segments.
+    pub spares: Vec<u64>,
+    pub ready: VecDeque<Ready>,
+    /// Bytes of these files.
+    pub spare_bytes: u64,
     pub budget_bytes: u64,
     /// The budget before it shrank, until `shrink_room` bytes are free under the new one; else 0.
     pub shrinks_from: u64,
@@ -183,6 +202,17 @@ impl State {
     /// Ends writing to a segment.
     pub fn leave_front(&mut self, segment: u64) {
         self.fronts.iter_mut().filter(|f| **f == Some(segment)).for_each(|f| *f = None);
+    }
+
+    /// Lets a write position continue in the next segment.
+    pub fn begin_ready(&mut self, front: Front, blocks: u32) -> Option<()> {
+        let Ready { number, file } = self.ready.pop_front()?;
+        self.spare_bytes -= u64::from(blocks) * BLOCK_BYTES as u64;
+        let (file, oldest) = (Some(file), u64::MAX);
+        self.add_segment(number, Segment { file, blocks, next: 1, oldest, ..Segment::default() });
+        self.open.push(number);
+        self.fronts[front as usize] = Some(number);
+        Some(())
     }
 
     /// Adds a segment.
@@ -251,21 +281,41 @@ impl State {
         segment_bytes.saturating_add(room)
     }
 
-    /// Takes bytes of the budget, of which `spare` must stay free.
-    pub fn take(&mut self, bytes: u64, spare: u64, budget: u64) -> Result<()> {
-        let wanted = self.used_bytes.saturating_add(bytes).saturating_add(spare);
-        if wanted > budget {
-            self.stats.refused += 1;
-            fail!(
-                Budget,
-                "the disk is full: {} of {budget} bytes are used, {spare} more are reserved for \
-                 compaction and checkpoints, and {bytes} are needed",
-                self.used_bytes
-            );
+    /// Bytes that a write position leaves free when it needs a segment.
+    pub fn kept_by(&self, front: Front, segment_bytes: u64) -> u64 {
+        if front == Front::Callers { self.held_back(segment_bytes) } else { 0 }
+    }
+
+    /// Whether `bytes` bytes are free, spare files included, and `kept` more.
+    pub fn has_room(&self, bytes: u64, kept: u64, budget: u64) -> bool {
+        let used = self.used_bytes.saturating_sub(self.spare_bytes);
+        used.saturating_add(bytes).saturating_add(kept) <= budget
+    }
+
+    /// The same; an error if not.
+    pub fn check_room(&mut self, bytes: u64, kept: u64, budget: u64) -> Result<()> {
+        if self.has_room(bytes, kept, budget) {
+            return Ok(());
+        }
+        self.stats.refused += 1;
+        fail!(
+            Budget,
+            "the disk is full: {} of {budget} bytes are used, {kept} more are reserved for \
+             compaction and checkpoints, and {bytes} are needed",
+            self.used_bytes - self.spare_bytes
+        );
+    }
+
+    /// Takes bytes of the budget, of which `kept` must stay free. False = spare files must be
+    /// removed first.
+    pub fn take(&mut self, bytes: u64, kept: u64, budget: u64) -> Result<bool> {
+        self.check_room(bytes, kept, budget)?;
+        if self.spare_bytes > 0 && self.used_bytes.saturating_add(bytes) > budget {
+            return Ok(false);
         }
         self.used_bytes += bytes;
         self.stats.most_used_bytes = self.stats.most_used_bytes.max(self.used_bytes);
-        Ok(())
+        Ok(true)
     }
 
     pub fn give_back(&mut self, bytes: u64) {

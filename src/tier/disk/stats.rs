@@ -27,6 +27,8 @@ pub struct Stats {
     pub failed_syncs: u64,
     /// Segments created.
     pub segments_made: u64,
+    /// Of these, in files of removed segments.
+    pub segments_reused: u64,
     /// Segments removed.
     pub segments_removed: u64,
     /// Segments that were compacted.
@@ -35,9 +37,12 @@ pub struct Stats {
     pub checkpoints: u64,
     /// Requests for space that the budget or the disk rejected.
     pub refused: u64,
-    /// Bytes of the budget in use.
+    /// Bytes of the budget in use, without files that are kept for the next segments.
     pub used_bytes: u64,
-    /// Most bytes in use at any moment.
+    /// Bytes of files that are kept for the next segments. They are removed if anything else needs the
+    /// space.
+    pub spare_bytes: u64,
+    /// Most bytes of all files at any moment.
     pub most_used_bytes: u64,
     /// The budget.
     pub budget_bytes: u64,
