@@ -46,6 +46,9 @@ pub(super) struct Found {
 pub(super) struct Walk {
     store: StoreId,
     blocks: u32,
+    /// The block that it begins at. If that is not the first one, the segment's header only says
+    /// whether the file is reused.
+    from: u32,
     at: u32,
     last: u64,
     /// Data that is no record was seen since the last record.
@@ -62,15 +65,24 @@ pub(super) type Need = Option<(u32, u32)>;
 impl Walk {
     pub fn new(store: StoreId, segment: u64, blocks: u32, from: u32) -> Walk {
         let found = Found { segment, end: from.max(1), ..Found::default() };
+        let at = if from < blocks { 0 } else { from };
         let (in_hole, dirty_hole, is_reused) = (false, false, false);
-        Walk { store, blocks, at: from, last: 0, in_hole, dirty_hole, is_reused, found }
+        Walk { store, blocks, from, at, last: 0, in_hole, dirty_hole, is_reused, found }
     }
 
     /// The next read.
     pub fn need(&self) -> Need {
+        if self.peeks() {
+            return Some((0, 1));
+        }
         let guess = if self.in_hole { WINDOW_BLOCKS } else { HEADER_GUESS_BLOCKS };
         let left = self.blocks.saturating_sub(self.at);
         (left > 0).then(|| (self.at, guess.min(left)))
+    }
+
+    /// Whether the segment's header is read before the first record.
+    fn peeks(&self) -> bool {
+        self.at == 0 && self.from > 0
     }
 
     /// Decodes a window that starts at the requested block.
@@ -79,6 +91,12 @@ impl Walk {
         window: &[u8],
         each: &mut dyn FnMut(&Record<'_>) -> Result<()>,
     ) -> Result<Need> {
+        if self.peeks() {
+            let header = SegmentHeader::decode(window).ok();
+            self.is_reused = header.is_some_and(|h| h.store == self.store && self.names_reuse(&h));
+            self.at = self.from;
+            return Ok(self.need());
+        }
         let start = self.at;
         loop {
             let from = (self.at - start) as usize * BLOCK_BYTES;
@@ -109,6 +127,10 @@ impl Walk {
         }
     }
 
+    fn names_reuse(&self, header: &SegmentHeader) -> bool {
+        header.is_reused || header.number < self.found.segment
+    }
+
     /// Decodes the segment's header; false = it names another store.
     fn read_first(&mut self, bytes: &[u8]) -> bool {
         match SegmentHeader::decode(bytes) {
@@ -118,7 +140,7 @@ impl Walk {
                 let ours = header.store == self.store && header.number <= self.found.segment;
                 self.found.foreign = !ours;
                 self.found.cut = ours && header.blocks > self.blocks;
-                self.is_reused = header.is_reused || header.number < self.found.segment;
+                self.is_reused = self.names_reuse(&header);
             }
             Err(HeaderError::Version(_)) => self.found.foreign = true,
             Err(HeaderError::Damaged) => self.found.damaged_header = true,
@@ -156,6 +178,10 @@ impl Walk {
 
     /// Handles a failed read: block by block then, and past unreadable blocks.
     pub fn fail(&mut self, blocks: u32) -> Need {
+        if self.peeks() {
+            self.at = self.from;
+            return self.need();
+        }
         if blocks > 1 {
             return Some((self.at, 1));
         }
