@@ -130,26 +130,6 @@ impl Piece {
     }
 }
 
-/// The next piece of a [`Source`].
-pub enum Next {
-    /// A piece, and the key by which the source knows it.
-    Piece(usize, Piece),
-    /// There is none until a piece in flight has ended.
-    Wait,
-    /// There are no more.
-    End,
-}
-
-/// Supplies the pieces of a [`Files::stream`], and takes their results. It prepares pieces, and
-/// uses the results of others, while the device transfers.
-pub trait Source {
-    /// The next piece. [`Next::Wait`] only while a piece is in flight.
-    fn next(&mut self) -> Next;
-
-    /// A piece has ended: nothing uses its memory any more.
-    fn ended(&mut self, key: usize, result: Result<()>);
-}
-
 /// Limit: pieces that [`Files::stream`] collects where it cannot transfer while it collects.
 const MAX_COLLECTED: usize = 64;
 
@@ -235,6 +215,26 @@ pub trait Files: Send + Sync {
 
     /// Free bytes of the file system.
     fn free_bytes(&self) -> Result<u64>;
+}
+
+/// The next piece of a [`Source`].
+pub enum Next {
+    /// A piece, and the key by which the source knows it.
+    Piece(usize, Piece),
+    /// There is none until a piece in flight has ended.
+    Wait,
+    /// There are no more.
+    End,
+}
+
+/// Supplies the pieces of a [`Files::stream`], and takes their results. It prepares pieces, and
+/// uses the results of others, while the device transfers.
+pub trait Source {
+    /// The next piece. [`Next::Wait`] only while a piece is in flight.
+    fn next(&mut self) -> Next;
+
+    /// A piece has ended: nothing uses its memory any more.
+    fn ended(&mut self, key: usize, result: Result<()>);
 }
 
 /// Validates a name; names that lead out of the directory are rejected.
