@@ -100,9 +100,8 @@ impl DiskTier {
         }
     }
 
-    /// Removes segments without live cells and users; returns the freed bytes. A segment that
-    /// cannot be removed keeps counting, and is tried again.
-    pub fn sweep(&self) -> u64 {
+    /// Segments that a sweep removes from here on, with their files and lengths.
+    fn begin_sweep(&self) -> Vec<(u64, Option<FileId>, u64)> {
         // The newer copies of its records must be durable first.
         let superseded = |state: &State, number: &u64| {
             state.segments.get(number).is_some_and(|segment| segment.superseded)
@@ -130,6 +129,13 @@ impl DiskTier {
             }
             state.open.retain(|open| !removing.iter().any(|(number, ..)| number == open));
         }
+        removing
+    }
+
+    /// Removes segments without live cells and users; returns the freed bytes. A segment that
+    /// cannot be removed keeps counting, and is tried again.
+    pub fn sweep(&self) -> u64 {
+        let mut removing = self.begin_sweep();
         if removing.is_empty() {
             return 0;
         }
