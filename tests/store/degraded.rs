@@ -153,6 +153,13 @@ impl Keep {
     }
 }
 
+/// Removes a store's directory. The store may be creating a segment in it meanwhile.
+fn remove(dir: &Path) {
+    while let Err(error) = std::fs::remove_dir_all(dir) {
+        assert_eq!(error.kind(), std::io::ErrorKind::DirectoryNotEmpty, "{error}");
+    }
+}
+
 fn is_said(error: &Error, status: Status, words: &str) {
     assert_eq!(error.status(), status, "{error}");
     assert!(error.message().contains(words), "{error}");
@@ -284,7 +291,7 @@ fn removed_directory_keeps_the_store_alive() {
         let dir = dir.join("kv");
         let mut keep = Keep::open(&dir, "", REST);
         keep.put_all(60);
-        std::fs::remove_dir_all(&dir).expect("removed");
+        remove(&dir);
         let error = keep.put_until_refused(400).expect("no segment can be made");
         is_said(&error, Status::NotFound, "No such file or directory");
         keep.is_alive();
@@ -310,7 +317,7 @@ fn removed_directory_fails_durable_puts() {
         let dir = dir.join("kv");
         let mut keep = Keep::open(&dir, "", REST);
         keep.put_all(2);
-        std::fs::remove_dir_all(&dir).expect("removed");
+        remove(&dir);
         let error = keep.put(Level::Durable).expect_err("a durable put without a directory");
         assert_eq!(error.status(), Status::Io, "{error}");
         keep.is_alive();
