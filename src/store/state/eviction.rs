@@ -182,7 +182,7 @@ impl StoreState {
             ids.sort_by_key(|&id| !cache.knows(id));
         }
         cache.notify_access(self.now_ns, &request, &ids);
-        self.eviction.ids = ids;
+        self.eviction.ids = reusable(ids);
     }
 
     /// Inserts the chunks that a transfer brings into memory.
@@ -199,7 +199,7 @@ impl StoreState {
             }
         }
         if new.is_empty() || self.eviction.host.insert(self.now_ns, &request, &new) {
-            self.eviction.new = new;
+            self.eviction.new = reusable(new);
             slots.iter().for_each(|&slot| self.note_held(table, slot));
             return;
         }
@@ -210,7 +210,7 @@ impl StoreState {
                 rows.clear(slot, note::IN_HOST);
             }
         }
-        self.eviction.new = new;
+        self.eviction.new = reusable(new);
     }
 
     /// Inserts the cells that a transfer brings into memory.
@@ -549,6 +549,14 @@ fn cache_of<'a>(
         Tier::Disk => disk.as_mut(),
         _ => Some(host),
     }
+}
+
+/// Most entries of a buffer that is kept: a large transfer must not occupy memory for long.
+const MOST_KEPT: usize = 4096;
+
+/// A buffer to reuse.
+fn reusable<T>(buffer: Vec<T>) -> Vec<T> {
+    if buffer.capacity() > MOST_KEPT { Vec::new() } else { buffer }
 }
 
 /// Removes duplicates and keeps the order. `None` if there is none.

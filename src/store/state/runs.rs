@@ -52,8 +52,8 @@ impl StoreState {
         true
     }
 
-    /// The cells from `cell` on that one job can copy: of a put those that are nowhere, of a get
-    /// those in host memory. None if the first is no such cell, or is copied in parts.
+    /// Finds the cells from `cell` on that one job can copy. A put can store cells that are resident in
+    /// no tier; a get can read cells in host memory. None if `cell` is neither, or is copied in parts.
     fn next_run(&self, number: u32, cell: Cell) -> Option<Run> {
         let transfer = &self.transfers.table[number];
         let spec = &transfer.spec;
@@ -71,12 +71,12 @@ impl StoreState {
         };
         let rows = &self.tables[spec.table as usize];
         let marks = rows.chunks.marks(cell.chunk)?;
-        // Cells that follow each other in a transfer by layers belong to different chunks.
+        // In a transfer by layers, the next cell belongs to another chunk.
         let end = match spec.by_layer || !spec.needed_from.is_empty() {
             true => cell.layer + 1,
             false => spec.first_layer + spec.layers,
         };
-        // A state stands at another row of its tensor than tokens.
+        // States and tokens have different rows in their tensors.
         let is_state = rows.is_state(cell.layer);
         let mut run = Run { cells: 0, rows: rows.row_count(cell), bytes: 0 };
         for (layer, &marks) in (cell.layer..end).zip(&marks[cell.layer..]) {
@@ -169,7 +169,7 @@ impl StoreState {
         self.end_job(id, bytes, error.cloned());
     }
 
-    /// Ends the copies of a run, or those that never began (`succeeded` is false).
+    /// Ends the copies of a run. `succeeded` is false if they failed, or never began.
     pub(super) fn end_copying_run(&mut self, id: u32, succeeded: bool) {
         let job = self.transfers.jobs[id];
         let table = self.transfers.cell_of(&job).0;

@@ -366,10 +366,13 @@ impl StoreState {
     pub fn submit(&mut self, spec: TransferSpec) -> Result<u32> {
         self.check_transfer(&spec, spec.slots.len())?;
         let (table, ticket, after) = (spec.table, spec.ticket, spec.after);
-        let transfer = Transfer::new(spec, self.now_ns)?;
-        self.retain_chunks(table, &transfer.spec.slots)?;
-        // The table has room, which was checked above.
-        let number = self.transfers.table.add(transfer)?;
+        let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
+        let slots = std::mem::take(&mut self.transfers.table[number].spec.slots);
+        if let Err(error) = self.retain_chunks(table, &slots) {
+            self.transfers.table.remove(number);
+            return Err(error);
+        }
+        self.transfers.table[number].spec.slots = slots;
         self.dependencies.join_event(after);
         self.prefetch_begins(number);
         self.notify_policies(number);
