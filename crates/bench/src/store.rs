@@ -319,7 +319,7 @@ impl DiskRig {
     }
 }
 
-/// Puts documents, then gets them, the one that was put first first: memory holds two.
+/// Puts documents, then gets them in the same order. Memory holds two of them.
 fn restores(out: &mut Restores, bytes: u64, rounds: u32) -> Outcome<()> {
     let rig = DiskRig::open(bytes, 16 << 30)?;
     for round in 0..WARM_UP + rounds {

@@ -253,7 +253,7 @@ impl Cells {
         }
     }
 
-    /// Pieces of host memory, by cell. One that is being stored in or read from memory has a valid one.
+    /// The piece of host memory of each cell. A piece is valid while its cell is stored there or read.
     #[inline]
     pub(super) fn pieces(&self) -> &[u32] {
         &self.pieces

@@ -70,8 +70,8 @@ impl Chunks {
         Ok(())
     }
 
-    /// Adds a reader to the first cells of a run in host memory, up to one that is not there or has
-    /// the most readers possible. Returns to how many.
+    /// Adds a reader to the cells of a run in host memory. Stops at a cell that is not resident there or
+    /// has the most readers possible. Returns the number of cells that got a reader.
     pub fn begin_read_run(&mut self, first: Cell, cells: usize) -> Result<usize> {
         let run = self.run(first, cells)?;
         let mut read = 0;

@@ -21,7 +21,7 @@ struct Wait {
 // SAFETY: integers only.
 unsafe impl Zeroable for Wait {}
 
-/// The waits, in a list in which they began. Those that have lasted equally long, by bucket, are
+/// The waits, listed in the order in which they began. Waits of one bucket (of about equal age) are
 /// neighbours.
 pub struct Watch {
     waits: Zeroed<Wait>,

@@ -221,9 +221,9 @@ pub trait Client: Send {
     /// The memory of every part is valid, and no one writes it during the call.
     unsafe fn put(&mut self, puts: &mut Puts, deadline_ns: u64);
 
-    /// Fetches objects as [`Client::get`]. `arrived` is called once for each one that was received,
-    /// by clients that can soon after its last byte, while it is in the processor's cache: the
-    /// client uses its parts no more.
+    /// Fetches objects as [`Client::get`], and calls `arrived` once for each object that was received.
+    /// A client that can calls it soon after the object's last byte, while the object is in the
+    /// processor's cache. The client does not use the object's parts any more.
     ///
     /// # Safety
     /// As [`Client::get`].
@@ -235,8 +235,8 @@ pub trait Client: Send {
         }
     }
 
-    /// Stores objects as [`Client::put`]. `prepare` is called for each one before its parts are
-    /// first read, by clients that can shortly before; perhaps again before it is sent again.
+    /// Stores objects as [`Client::put`], and calls `prepare` for each object before its parts are
+    /// first read; a client that can calls it shortly before. A retry may call it again.
     ///
     /// # Safety
     /// As [`Client::put`], but `prepare` may write the parts of its item.

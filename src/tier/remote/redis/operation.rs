@@ -130,7 +130,8 @@ impl Operation<'_> {
             Operation::Get(_) | Operation::Put(_) => {
                 let sum = bytes.saturating_add(self.weight(item));
                 // A server prepares the next object while it sends one, even if one object alone
-                // exceeds a short window. It receives one that is alone without a copy.
+                // exceeds a short window. A server receives an object without a copy only if no other
+                // command follows.
                 let has_second = items == 1 && matches!(self, Operation::Get(_));
                 let most = if has_second { MOST_WINDOW_BYTES } else { window };
                 items == 0 || (items < WINDOW_ITEMS && sum <= most)
