@@ -71,10 +71,20 @@ class Memmove:
         self.pool = None
 
 
-class Session:
-    """Objects as chunks of a session: keys are derived from tokens."""
+class Kvtier:
+    """Puts and gets of kvtier, which `act` makes."""
 
     versions = kvtier_versions(kvtier)
+
+    def put(self, number):
+        return timed(self.act(number, "put"))
+
+    def get(self, number):
+        return a_get(self, self.act(number, "get"))
+
+
+class Session(Kvtier):
+    """Objects as chunks of a session: keys are derived from tokens."""
 
     def __init__(self, batch):
         self.batch = batch
@@ -98,21 +108,13 @@ class Session:
                 op.result(120)
         return act
 
-    def put(self, number):
-        return timed(self.act(number, "put"))
-
-    def get(self, number):
-        return a_get(self, self.act(number, "get"))
-
     def close(self):
         for one in (self.namespace, self.store, self.runtime):
             one.close()
 
 
-class Blocks:
+class Blocks(Kvtier):
     """Objects as blocks under names."""
-
-    versions = kvtier_versions(kvtier)
 
     def __init__(self, batch):
         self.batch = batch
@@ -126,12 +128,6 @@ class Blocks:
         names = [f"{number}-{at}".encode() for at in range(self.batch.count)]
         places = self.pool.at(range(self.batch.count))
         return lambda: getattr(self.blocks, name)(names, places).result(120)
-
-    def put(self, number):
-        return timed(self.act(number, "put"))
-
-    def get(self, number):
-        return a_get(self, self.act(number, "get"))
 
     def close(self):
         for one in (self.blocks, self.store, self.runtime):
