@@ -243,9 +243,10 @@ def instructions(all_subjects):
     subject = all_subjects["store"]
     run = "count-2026-11-28"
     results = subject.of(run)
-    rows = [[f"`{result['name']}`", *(number(result[field]) for field in ("value", "horizon", "locked", "allocations"))]
+    fields = ("value", "before", "horizon", "locked", "allocations")
+    rows = [[f"`{result['name']}`", *(number(result[field]) if field in result else "" for field in fields)]
             for result in results]
-    head = ["a cell of", "instructions, lru", "instructions, horizon", "locked operations", "allocations"]
+    head = ["a cell of", "instructions, lru", "before", "instructions, horizon", "locked operations", "allocations"]
     return block(subject, [run], grid(head, rows), results)
 
 
@@ -385,8 +386,9 @@ TABLES = {
                     columns=["one request a call", "64 a call"]),
     "churn": pivot("policies", "churn-2026-11-28", "policy", "name", measured, columns=["put, × lru"]),
     "metadata": bars("policies", "metadata"),
-    "store": bars("store", "store-2026-11-21", "store-2026-11-21-evening", "store-2026-11-28",
-                  labels=["full run", "later code", "2026-11-28"]),
+    "store": bars("store", "store-2026-11-21", "store-2026-11-21-evening", "store-2026-11-28", "tables-2026-11-28",
+                  labels=["full run", "later code", "2026-11-28, under load", "2026-11-28, quiet"]),
+    "callers": bars("store", "callers-2026-11-28"),
     "horizon": bars("store", "horizon-2026-11-28"),
     "instructions": instructions,
     "scale": bars("store", "scale-2026-11-21", "scale-2026-11-21-quick", labels=["full run", "quick run"]),
