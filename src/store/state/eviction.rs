@@ -1176,6 +1176,9 @@ impl StoreState {
             return false;
         }
         self.eviction.reclaim_targets.may_progress = false;
+        if self.reclaim_target_bytes() > 0 {
+            self.host.trim();
+        }
         self.drain_to_target();
         let drains = self.host.slabs().filter(|slab| slab.drains);
         let numbers: Vec<u32> = drains.map(|slab| slab.number).collect();

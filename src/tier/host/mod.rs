@@ -1,6 +1,7 @@
 //! Memory for cells: slabs of some megabytes, each cut into pieces of one size. Pieces never move,
-//! so their addresses are stable, and workers may use them without the lock. An empty slab is
-//! returned to the budget, or is cut into pieces of another size.
+//! so their addresses are stable, and workers may use them without the lock. Some empty slabs are
+//! kept, since memory of new slabs is slow to touch; others are returned to the budget. An empty
+//! slab may be cut into pieces of another size.
 
 mod cut;
 mod registration;
@@ -130,18 +131,24 @@ struct Class {
     /// Slabs with a free piece. Slabs that were full are at the front and empty slabs at the end,
     /// so that nearly empty slabs become empty.
     with_free: List,
-    /// The empty slab that is kept, or [`NONE`].
-    spare: u32,
+    /// Empty slabs: the last ones in `with_free`.
+    spares: u32,
 }
 
-const UNUSED: Class = Class {
-    piece_bytes: 0,
-    slab_bytes: 0,
-    pieces: 0,
-    slabs: 0,
-    with_free: List::EMPTY,
-    spare: NONE,
-};
+impl Class {
+    /// An empty slab.
+    fn spare(&self) -> Option<u32> {
+        (self.spares > 0).then_some(self.with_free.last)
+    }
+
+    /// Whether so many slabs are empty that one must be returned.
+    fn has_too_many_spares(&self) -> bool {
+        self.spares > (self.slabs / 2).max(1)
+    }
+}
+
+const UNUSED: Class =
+    Class { piece_bytes: 0, slab_bytes: 0, pieces: 0, slabs: 0, with_free: List::EMPTY, spares: 0 };
 
 /// Memory for cells. Its owner's lock protects it; addresses are valid without the lock.
 pub struct HostTier {
@@ -208,11 +215,10 @@ impl HostTier {
         }
         let number = self.classes[class].with_free.first;
         let Some(slab) = self.table.get_mut(number) else { return Err(Status::NoMem.into()) };
+        let was_empty = slab.live() == 0;
         let Some(index) = slab.take(owner) else { return Err(Status::NoMem.into()) };
         let (is_full, piece_bytes) = (slab.live() == slab.pieces(), slab.piece_bytes());
-        if self.classes[class].spare == number {
-            self.classes[class].spare = NONE;
-        }
+        self.classes[class].spares -= u32::from(was_empty);
         if is_full {
             self.table.unlist(&mut self.classes[class].with_free, number);
         }
@@ -273,14 +279,19 @@ impl HostTier {
         if self.reserve == Some(number) {
             return Ok(());
         }
-        if is_empty && (drains || self.classes[class].spare != NONE) {
+        if is_empty && drains {
             self.drop_slab(number);
         } else if is_empty {
-            self.classes[class].spare = number;
             self.table.unlist(&mut self.classes[class].with_free, number);
             self.table.list_last(&mut self.classes[class].with_free, number);
+            self.classes[class].spares += 1;
         } else if was_full && !drains {
             self.table.list_first(&mut self.classes[class].with_free, number);
+        }
+        while self.classes[class].has_too_many_spares()
+            && let Some(spare) = self.classes[class].spare()
+        {
+            self.drop_slab(spare);
         }
         Ok(())
     }
@@ -300,8 +311,7 @@ impl HostTier {
     pub fn trim(&mut self) -> u64 {
         let mut bytes = 0;
         for class in 0..MAX_CLASSES {
-            let spare = self.classes[class].spare;
-            if spare != NONE {
+            while let Some(spare) = self.classes[class].spare() {
                 bytes += self.drop_slab(spare);
             }
         }
@@ -438,7 +448,7 @@ impl HostTier {
         }
         let is_unused = |class: &Class| class.piece_bytes == 0;
         if !self.classes.iter().any(is_unused) {
-            self.trim(); // frees classes that have only a spare
+            self.trim(); // frees classes that have only spares
         }
         if let Some(class) = self.classes.iter().position(is_unused) {
             self.classes[class] = self.cut_of(piece_bytes);
@@ -460,9 +470,8 @@ impl HostTier {
     /// Adds a slab to a class: the spare of another class, or a new one.
     fn grow(&mut self, class: usize) -> Result<()> {
         let bytes = self.classes[class].slab_bytes;
-        let fits = |other: &Class| other.spare != NONE && other.slab_bytes == bytes;
-        let spare = self.classes.iter().find(|other| fits(other)).map(|other| other.spare);
-        if let Some(number) = spare {
+        let fits = |other: &&Class| other.spares > 0 && other.slab_bytes == bytes;
+        if let Some(number) = self.classes.iter().find(fits).and_then(Class::spare) {
             self.leave_class(number);
             self.join_class(number, class);
             return Ok(());
@@ -501,16 +510,16 @@ impl HostTier {
         }
         self.table.entry_mut(number).class = class;
         self.classes[class].slabs += 1;
+        self.classes[class].spares += 1;
         self.table.list_last(&mut self.classes[class].with_free, number);
     }
 
     fn leave_class(&mut self, number: u32) {
-        let class = self.table.entry_mut(number).class;
+        let Some((entry, slab)) = self.table.get(number) else { return };
+        let (class, is_spare) = (entry.class, slab.live() == 0 && !entry.drains);
         let from = &mut self.classes[class];
         self.table.unlist(&mut from.with_free, number);
-        if from.spare == number {
-            from.spare = NONE;
-        }
+        from.spares -= u32::from(is_spare);
         from.slabs -= 1;
         self.forget_if_unused(class);
     }

@@ -24,7 +24,8 @@ pub struct Entry {
 pub struct List {
     /// The first entry; [`NONE`] if the list is empty.
     pub first: u32,
-    last: u32,
+    /// The last entry; [`NONE`] if the list is empty.
+    pub last: u32,
 }
 
 /// Slabs by number.
