@@ -6,6 +6,7 @@
 //! also after a failure of the ring or a panic. Entries that the kernel has not taken never start,
 //! since a failed ring is not entered again but dropped.
 
+use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 
 use io_uring::{IoUring, opcode, types};
@@ -31,8 +32,17 @@ const MAX_TRIES: u32 = 16;
 const SUBMIT_BYTES: u64 = 256 << 10;
 
 /// Limit: bytes in flight on a ring, at which no further piece is begun. Disks reach their rate with
-/// less, and other transfers wait for what is queued.
-const MAX_BYTES_IN_FLIGHT: u64 = 16 << 20;
+/// less, and other transfers wait for what is queued. Reads have more rings.
+fn max_bytes_in_flight(access: Access) -> u64 {
+    match access {
+        Access::Read => 8 << 20,
+        Access::Write => 16 << 20,
+    }
+}
+
+/// Bytes of pieces that are prepared while there is no room for them: the disk gets its next work as
+/// soon as it has ended some. Preparing a write computes its checksums.
+const MAX_BYTES_AHEAD: u64 = 4 << 20;
 
 /// Pieces that were not executed, with their keys.
 pub type Left = Vec<(usize, Piece)>;
@@ -178,42 +188,13 @@ impl Ring {
         open: Open<'_>,
         left: &mut Left,
     ) -> Result<Option<i32>> {
-        let mut flight = Flight { ring: self, submitted: 0, returned: 0, refused: None, bytes: 0 };
-        loop {
-            let (mut is_over, mut waiting_bytes) = (false, 0);
-            while flight.has_room() {
-                match source.next() {
-                    Next::Piece(key, piece) => {
-                        waiting_bytes += piece.bytes();
-                        flight.bytes += piece.bytes();
-                        match open(piece.file) {
-                            Ok(file) => flight.start(source, key, piece, file)?,
-                            Err(error) => {
-                                flight.bytes -= piece.bytes();
-                                source.ended(key, Err(error));
-                            }
-                        }
-                    }
-                    Next::Wait => break,
-                    Next::End => {
-                        is_over = true;
-                        break;
-                    }
-                }
-                if waiting_bytes >= SUBMIT_BYTES {
-                    waiting_bytes = 0;
-                    flight.enter(0)?;
-                    flight.settle_all(source, align, left)?;
-                }
-            }
-            let in_flight = flight.submitted - flight.returned;
-            if in_flight == 0 {
-                return Ok(flight.refused);
-            }
-            // If pieces remain, refill slots as soon as one is free.
-            flight.enter(if is_over { in_flight as usize } else { 1 })?;
-            flight.settle_all(source, align, left)?;
-        }
+        let mut flight = Flight::new(self);
+        // SAFETY: the caller's promise.
+        let result = unsafe { flight.run(source, align, open, left) };
+        // A ring that failed leaves what was prepared to other methods.
+        flight.done.drain(..).for_each(|(key, result)| source.ended(key, result));
+        left.extend(flight.ahead.drain(..));
+        result
     }
 }
 
@@ -228,11 +209,101 @@ struct Flight<'a> {
     refused: Option<i32>,
     /// Bytes of the pieces in flight.
     bytes: u64,
+    /// Bytes of the pieces that are in the ring and were not submitted yet.
+    waiting_bytes: u64,
+    /// Results that the source has to handle.
+    done: VecDeque<(usize, Result<()>)>,
+    /// Pieces that are prepared while there is no room for them.
+    ahead: VecDeque<(usize, Piece)>,
+    ahead_bytes: u64,
 }
 
-impl Flight<'_> {
-    fn has_room(&self) -> bool {
-        !self.ring.free.is_empty() && self.bytes < MAX_BYTES_IN_FLIGHT
+impl<'a> Flight<'a> {
+    fn new(ring: &'a mut Ring) -> Flight<'a> {
+        Flight {
+            ring,
+            submitted: 0,
+            returned: 0,
+            refused: None,
+            bytes: 0,
+            waiting_bytes: 0,
+            done: VecDeque::new(),
+            ahead: VecDeque::new(),
+            ahead_bytes: 0,
+        }
+    }
+
+    /// Executes the pieces of a source until it has ended and nothing is in flight. An error means
+    /// that the ring is unusable; else the first refused number.
+    ///
+    /// # Safety
+    /// As for [`crate::io::files::Files::stream`].
+    unsafe fn run(
+        &mut self,
+        source: &mut dyn Source,
+        align: u64,
+        open: Open<'_>,
+        left: &mut Left,
+    ) -> Result<Option<i32>> {
+        let mut has_ended = false;
+        loop {
+            self.collect(align, left)?;
+            self.start_ahead(source, open)?;
+            let has_begun = self.prepare(source, &mut has_ended);
+            self.start_ahead(source, open)?;
+            let is_idle = !self.done.is_empty() && self.in_kernel() == 0;
+            if self.waiting_bytes >= SUBMIT_BYTES || (self.waiting_bytes > 0 && is_idle) {
+                self.enter(0)?;
+            }
+            // The disk has its next pieces; now the source handles a result.
+            if let Some((key, result)) = self.done.pop_front() {
+                source.ended(key, result);
+            } else if !has_begun {
+                let in_flight = self.submitted - self.returned;
+                if in_flight == 0 {
+                    return Ok(self.refused);
+                }
+                // If pieces remain, refill slots as soon as one is free.
+                let is_over = has_ended && self.ahead.is_empty();
+                self.enter(if is_over { in_flight as usize } else { 1 })?;
+            }
+        }
+    }
+
+    /// Asks the source for a piece if few are prepared. Whether there was one.
+    fn prepare(&mut self, source: &mut dyn Source, has_ended: &mut bool) -> bool {
+        let most = self.ring.slots.len();
+        if *has_ended || self.ahead_bytes >= MAX_BYTES_AHEAD || self.ahead.len() >= most {
+            return false;
+        }
+        match source.next() {
+            Next::Piece(key, piece) => {
+                self.ahead_bytes += piece.bytes();
+                self.ahead.push_back((key, piece));
+                true
+            }
+            Next::Wait => false,
+            Next::End => {
+                *has_ended = true;
+                false
+            }
+        }
+    }
+
+    /// Begins prepared pieces while there is room.
+    fn start_ahead(&mut self, source: &mut dyn Source, open: Open<'_>) -> Result<()> {
+        while let Some((_, piece)) = self.ahead.front()
+            && !self.ring.free.is_empty()
+            && self.bytes < max_bytes_in_flight(piece.access)
+            && let Some((key, piece)) = self.ahead.pop_front()
+        {
+            self.ahead_bytes -= piece.bytes();
+            match open(piece.file) {
+                Ok(file) => self.start(source, key, piece, file)?,
+                Err(error) => source.ended(key, Err(error)),
+            }
+        }
+        Ok(())
     }
 
     fn start(
@@ -244,10 +315,11 @@ impl Flight<'_> {
     ) -> Result<()> {
         let span = Span::new(&piece, &*file).until(file.end());
         if span.is_done() {
-            self.bytes -= piece.bytes();
             source.ended(key, Ok(()));
             return Ok(());
         }
+        self.bytes += piece.bytes();
+        self.waiting_bytes += piece.bytes();
         let Some(place) = self.ring.free.pop() else { return Err(Status::State.into()) };
         if let Some(slot) = self.ring.slots.get_mut(place as usize) {
             *slot = Slot { piece: Some((key, piece)), file: Some(file), span, tries: 0 };
@@ -284,6 +356,7 @@ impl Flight<'_> {
 
     /// Submits waiting entries, and waits for returns.
     fn enter(&mut self, want: usize) -> Result<()> {
+        self.waiting_bytes = 0;
         let Err(error) = self.ring.ring.submit_and_wait(want) else { return Ok(()) };
         let number = error.raw_os_error().unwrap_or(0);
         // EAGAIN and EBUSY: the kernel lacks a resource that returns will free.
@@ -304,8 +377,8 @@ impl Flight<'_> {
         Some((entry.user_data() as u32, entry.result()))
     }
 
-    /// Handles all returned entries.
-    fn settle_all(&mut self, source: &mut dyn Source, align: u64, left: &mut Left) -> Result<()> {
+    /// Takes all returned entries; the source handles their results later.
+    fn collect(&mut self, align: u64, left: &mut Left) -> Result<()> {
         while let Some((place, result)) = self.next_return() {
             match self.settle(place, result, align)? {
                 Settled::Not => {}
@@ -313,7 +386,7 @@ impl Flight<'_> {
                     self.refused = self.refused.or(Some(number));
                     left.push((key, piece));
                 }
-                Settled::Done(key, result) => source.ended(key, result),
+                Settled::Done(key, result) => self.done.push_back((key, result)),
             }
         }
         Ok(())
@@ -451,8 +524,7 @@ mod tests {
         let file = file(&scratch);
         for _ in 0..4 {
             let stock = memory(16 << 20);
-            let mut flight =
-                Flight { ring: &mut ring, submitted: 0, returned: 0, refused: None, bytes: 0 };
+            let mut flight = Flight::new(&mut ring);
             for i in 0..16 {
                 let address = stock.range(i << 20, 1 << 20).expect("inside");
                 let piece = Piece::one(FileId(0), Access::Read, i << 20, address, 1 << 20);
@@ -477,8 +549,7 @@ mod tests {
         let scratch = Scratch::new();
         let file = file(&scratch);
         let stock = memory(8192);
-        let mut flight =
-            Flight { ring: &mut ring, submitted: 0, returned: 0, refused: None, bytes: 0 };
+        let mut flight = Flight::new(&mut ring);
         let judged = |flight: &mut Flight, results: &[i32]| {
             let piece = Piece::one(FileId(0), Access::Read, 0, stock.address(), 8192);
             flight.start(&mut Nothing, 7, piece, file.clone()).expect("room");
