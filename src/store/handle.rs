@@ -1,6 +1,8 @@
 //! An open store: the state machine behind one lock, worker threads that execute its work, and ops
 //! that notify callers of completion.
 
+use std::ops::Range;
+
 use smallvec::SmallVec;
 
 use crate::base::account::Account;
@@ -23,7 +25,7 @@ use crate::store::control::{self, Subject};
 use crate::store::events::{Entries, Event as StoreEvent, MOST, Stage};
 use crate::store::executor::Tools;
 use crate::store::executor::remote::RemoteExecutor;
-use crate::store::executor::{EventCopies, StateAccess, copy_inline};
+use crate::store::executor::{EventCopies, StateAccess, copy_inline, read_and_decode};
 use crate::store::ready_event::{EventState, Listener as EventListener, Ready};
 use crate::store::spec::{DiskSpec, StoreSpec};
 use crate::store::state::blocks::BlockTransfer;
@@ -31,10 +33,12 @@ use crate::store::state::device_tier::Audited;
 use crate::store::state::disk_gc::{CheckpointWriter, Cleared, Clearing, Page};
 use crate::store::state::plans::LookupResult;
 use crate::store::state::transfer::Level;
-use crate::store::state::work::{KINDS, Work, WorkerKind};
+use crate::store::state::work::{KINDS, ReadBatch, Work, WorkerKind};
 use crate::store::state::{Adopted, CellRange, Config, Finished, StoreState, TransferKind};
 use crate::store::token_path::MAX_TOKENS;
-use crate::tier::disk::{CellAt, CellIndex, DiskTier, OpenReport, Options, Recovered, Spot};
+use crate::tier::disk::{
+    CellAt, CellIndex, DiskTier, Gets, OpenReport, Options, ReadFeed, Recovered, Spot,
+};
 use crate::tier::remote::{Publish, RemoteError, Server};
 
 /// State behind the lock.
@@ -1341,6 +1345,9 @@ const MOST_POLL_NS: u64 = 1_000_000;
 /// Least time of a sleep with a timer, since a simulated clock may stand still.
 const LEAST_SLEEP_NS: u64 = 1_000_000;
 
+/// Write workers: while one ends a batch and takes the next one, the other one writes.
+const WRITERS: u32 = 2;
+
 /// When a worker must check for work without being woken: write workers for write-behind, copy
 /// workers for overdue remote requests.
 fn due_ns(core: &StoreState, workers: WorkerKind) -> Option<u64> {
@@ -1357,7 +1364,7 @@ impl Inner {
         let mut idle_ns = IDLE_POLL_NS;
         let mut state = self.state.lock();
         while !state.stop && !state.broken {
-            let Some(mut work) = state.core.take(workers) else {
+            let Some(work) = state.core.take(workers) else {
                 let completions = self.collect_completions(&mut state);
                 if !completions.is_empty() {
                     drop(state);
@@ -1378,22 +1385,21 @@ impl Inner {
             drop(state);
             finish(completions);
             let began_ns = self.runtime.clock().now_ns();
-            let outcome = self.carry_out(&mut work, stream, tools);
-            let now_ns = self.runtime.clock().now_ns();
-            state = self.state.lock();
-            let Ok(outcome) = outcome else {
-                state.broken = true;
-                break;
+            let ended = match (work, &tools.disk) {
+                (Work::Reads(batch), Some(disk)) => {
+                    self.read(batch, disk).map(|()| self.state.lock())
+                }
+                (mut work, _) => {
+                    let outcome = self.carry_out(&mut work, stream, tools);
+                    outcome.map(|outcome| self.work_ends(work, outcome, began_ns))
+                }
             };
+            let Ok(guard) = ended else {
+                self.state.lock().broken = true;
+                return self.abort_all();
+            };
+            state = guard;
             idle_ns = if workers == WorkerKind::Lookup { 0 } else { IDLE_POLL_NS };
-            state.core.tick(now_ns);
-            state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
-            let completions = self.collect_completions(&mut state);
-            if !completions.is_empty() {
-                drop(state);
-                finish(completions);
-                state = self.state.lock();
-            }
         }
         let broken = state.broken;
         drop(state);
@@ -1428,19 +1434,47 @@ impl Inner {
             Work::Copies(batch) => unsafe { copy_inline(batch) },
             _ => Ok(()),
         });
-        let copied = copied.map_err(|text| self.runtime.poison(&text));
+        match copied {
+            Ok(outcome) => drop(self.work_ends(work, outcome, began_ns)),
+            Err(text) => {
+                self.runtime.poison(&text);
+                self.state.lock().broken = true;
+                self.abort_all();
+            }
+        }
+    }
+
+    /// Hands the outcome of work to the core. The core seems idle until its next work is taken, so
+    /// a worker that goes on keeps the lock where no caller waits for a completion.
+    fn work_ends(&self, work: Work, outcome: Result<()>, began_ns: u64) -> Guard<'_, Guarded> {
         let now_ns = self.runtime.clock().now_ns();
         let mut state = self.state.lock();
-        let Ok(outcome) = copied else {
-            state.broken = true;
-            drop(state);
-            return self.abort_all();
-        };
         state.core.tick(now_ns);
         state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
         let completions = self.collect_completions(&mut state);
-        drop(state);
-        finish(completions);
+        if !completions.is_empty() {
+            drop(state);
+            finish(completions);
+            state = self.state.lock();
+        }
+        state
+    }
+
+    /// Reads a batch of cells, and further ones as long as there are any. Err = a panic was caught,
+    /// and the runtime is poisoned.
+    fn read(&self, batch: ReadBatch, disk: &DiskTier) -> std::result::Result<(), ()> {
+        let caught = panic::catch(|| {
+            let (first, open, coded) = (Some(batch), Vec::new(), None);
+            let mut reads = Reads { inner: self, first, open, next: 0, coded };
+            // SAFETY: pieces of memory that the core keeps until it hears of the end of the reads.
+            unsafe { disk.read_all(&mut reads) };
+            if let Some((mut batch, began_ns)) = reads.coded {
+                // SAFETY: as above.
+                unsafe { read_and_decode(&mut batch, disk) };
+                drop(self.work_ends(Work::Reads(batch), Ok(()), began_ns));
+            }
+        });
+        caught.map_err(|text| self.runtime.poison(&text))
     }
 
     /// Executes work. Err = a panic was caught, and the runtime is poisoned.
@@ -1490,6 +1524,61 @@ impl Inner {
     }
 }
 
+/// Batches of reads for a worker.
+struct Reads<'a> {
+    inner: &'a Inner,
+    first: Option<ReadBatch>,
+    /// Batches that are being read: number, batch, and when it began.
+    open: Vec<(usize, ReadBatch, u64)>,
+    /// Number of the next batch.
+    next: usize,
+    /// A batch with encoded cells, which is read alone after the others; and when it was taken.
+    coded: Option<(ReadBatch, u64)>,
+}
+
+impl Reads<'_> {
+    fn take(&mut self) -> Option<ReadBatch> {
+        let mut state = self.inner.state.lock();
+        if state.stop || state.broken {
+            return None;
+        }
+        let work = state.core.take(WorkerKind::Read);
+        let completions = self.inner.collect_completions(&mut state);
+        drop(state);
+        finish(completions);
+        match work {
+            Some(Work::Reads(batch)) => Some(batch),
+            _ => None, // read workers have no other work
+        }
+    }
+}
+
+impl ReadFeed for Reads<'_> {
+    fn next(&mut self) -> Option<(usize, Gets, Range<usize>)> {
+        if self.coded.is_some() {
+            return None;
+        }
+        let mut batch = self.first.take().or_else(|| self.take())?;
+        let began_ns = self.inner.runtime.clock().now_ns();
+        if !batch.decodings.is_empty() {
+            self.coded = Some((batch, began_ns));
+            return None;
+        }
+        let (number, gets) = (self.next, std::mem::take(&mut batch.gets));
+        self.next += 1;
+        self.open.push((number, batch, began_ns));
+        let all = 0..gets.len();
+        Some((number, gets, all))
+    }
+
+    fn done(&mut self, number: usize, gets: Gets) {
+        let Some(at) = self.open.iter().position(|(open, ..)| *open == number) else { return };
+        let (_, mut batch, began_ns) = self.open.remove(at);
+        batch.gets = gets;
+        drop(self.inner.work_ends(Work::Reads(batch), Ok(()), began_ns));
+    }
+}
+
 impl Subject for Inner {
     fn inspect(&self, read: &mut dyn FnMut(&StoreState)) -> Result<()> {
         let state = self.state.lock();
@@ -1533,7 +1622,7 @@ fn start_workers(
     let counts = [
         copiers,
         spec.readers * disk_workers,
-        disk_workers,
+        WRITERS * disk_workers,
         disk_workers,
         disk_workers,
         fetchers,

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use kvtier::base::status::{Result, Status};
 use kvtier::format::checkpoint::CellEntry;
 use kvtier::io::files::Files;
+use kvtier::io::real::{RealFiles, RealOpts};
 use kvtier::tier::disk::{
     CellAt, CellIndex, DiskTier, FsckOptions, GetPlane, Mark, OpenReport, Options, Recovered,
     Report, Spot, fsck,
@@ -19,6 +20,7 @@ use proptest::prelude::*;
 
 use kvtier_testkit::fixtures::disk;
 use kvtier_testkit::fixtures::disk_index;
+use kvtier_testkit::fixtures::scratch::Scratch;
 
 use disk::*;
 use disk_index::SharedIndex;
@@ -66,6 +68,41 @@ impl CellIndex for Owner<'_> {
         assert!(!known.durable, "a durable cell was lost: {id:?}");
         self.lost.push(id);
         true
+    }
+}
+
+/// Batches that are supplied one after the other are handed back once, each cell with its result.
+#[test]
+fn batches_of_reads_are_handed_back_once_with_all_results() {
+    let scratch = Scratch::new("batches");
+    let real = RealFiles::open(&scratch.0, &RealOpts::default()).expect("a directory");
+    let sim = SimFiles::new(1, SimOpts::default());
+    let all: [Arc<dyn Files>; 2] = [Arc::new(real), Arc::new(sim)];
+    for files in all {
+        let options =
+            Options { segment_bytes: SEGMENT, max_open: 3, ..Options::new(BUDGET, [9; 16]) };
+        let (tier, ..) = DiskTier::open(files, options).expect("a new store");
+        let mut cells = Vec::new();
+        for n in 0..24 {
+            let (_, places) = put(&tier, n, &[0, 1], n % 2 == 0).expect("room");
+            cells.extend((0..).zip(places).map(|(layer, (spot, seal))| (n, layer, spot, seal)));
+        }
+        let wrong: Vec<usize> = vec![0, 7, 15, 16, 40];
+        wrong.iter().for_each(|&at| cells[at].3 ^= 1);
+        for in_place in [true, false] {
+            let batches: Vec<Cells<'_>> = [0..8, 8..8, 8..15, 15..16, 16..40, 40..48]
+                .into_iter()
+                .map(|range: std::ops::Range<usize>| &cells[range])
+                .collect();
+            let results = read_batches(&tier, &batches, in_place);
+            let lengths = results.iter().map(Vec::len);
+            assert!(lengths.eq(batches.iter().map(|cells| cells.len())));
+            for (at, result) in results.concat().into_iter().enumerate() {
+                let expected = if wrong.contains(&at) { Some(Status::Corrupt) } else { None };
+                assert_eq!(result.err().map(|error| error.status()), expected, "cell {at}");
+            }
+        }
+        tier.close().expect("closed");
     }
 }
 

@@ -406,7 +406,7 @@ unsafe fn encode(
 ///
 /// # Safety
 /// As [`DiskTier::read`], for the memory of the cells.
-unsafe fn read_and_decode(batch: &mut ReadBatch, disk: &DiskTier) {
+pub unsafe fn read_and_decode(batch: &mut ReadBatch, disk: &DiskTier) {
     let (mut next, mut next_decoding, all) = (0, 0, batch.gets.len());
     while next < all {
         let need = |get| read_scratch_bytes(batch, get);

@@ -88,6 +88,11 @@ impl<'a> Gather<'a> {
         !self.queue.is_empty()
     }
 
+    /// The owner of the transfers that wait to begin.
+    pub fn queued_owner(&self) -> Option<usize> {
+        self.queue.front().map(|(owner, _)| *owner)
+    }
+
     /// Whether transfers are queued or in flight.
     pub fn is_busy(&self) -> bool {
         self.in_flight > 0 || self.has_queued()

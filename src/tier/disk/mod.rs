@@ -50,6 +50,7 @@ pub use crate::tier::disk::compact::{CellAt, CellIndex, Compacted};
 pub use crate::tier::disk::fsck::{
     CellTotals, CheckpointFound, Damage, DamageKind, FsckOptions, NamespaceFound, Report, fsck,
 };
+pub use crate::tier::disk::read::ReadFeed;
 pub use crate::tier::disk::recovered::{Recovered, RecoveredSession};
 pub use crate::tier::disk::spot::{MAX_SEGMENT, MAX_SEGMENT_BLOCKS, Spot};
 pub use crate::tier::disk::staging::{RESERVE_BYTES, StagingGuard};

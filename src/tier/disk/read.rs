@@ -18,6 +18,7 @@ use crate::tier::disk::{DiskTier, Spot, offset_of};
 
 #[derive(Default)]
 struct Totals {
+    cells: u64,
     corrupt: u64,
     failed: u64,
     bytes: u64,
@@ -28,7 +29,33 @@ struct Totals {
 struct Cursor {
     owner: usize,
     done: u64,
-    is_whole: bool,
+}
+
+/// Supplies batches of cells to read.
+pub trait ReadFeed {
+    /// The next batch with its number, and which of its cells to read; `None` = none now.
+    fn next(&mut self) -> Option<(usize, Gets, Range<usize>)>;
+
+    /// All these cells of a batch have results.
+    fn done(&mut self, number: usize, gets: Gets);
+}
+
+/// Batches of which cells are being read: while one arrives and is verified, the disk reads the
+/// next one.
+const MAX_OPEN_BATCHES: usize = 2;
+
+/// A batch of which cells are being read.
+struct OpenBatch {
+    number: usize,
+    gets: Gets,
+    /// Owner of transfers of the first cell; the others follow.
+    base: usize,
+    /// Cells to begin.
+    which: Range<usize>,
+    /// Transfers of each cell in flight.
+    pending: Vec<u32>,
+    /// Cells without a final result.
+    left: usize,
 }
 
 /// Cells to read, as a source of reads. Cells that have arrived are verified while others are read.
@@ -36,15 +63,13 @@ struct Cursor {
 /// The memory of all planes is valid, and nothing else uses it: the caller's guarantee.
 struct Reading<'a> {
     tier: &'a DiskTier,
-    gets: &'a mut Gets,
-    /// Cells to begin.
-    which: Range<usize>,
-    /// The first cell of all.
-    first: usize,
+    feed: &'a mut dyn ReadFeed,
+    /// In the order of their bases.
+    batches: Vec<OpenBatch>,
+    /// Owner of the first cell of the next batch.
+    next_base: usize,
     gather: Gather<'a>,
     pins: Vec<Pinned<'a>>,
-    /// Transfers of each cell in flight.
-    pending: Vec<u32>,
     cursor: Option<Cursor>,
     totals: Totals,
 }
@@ -54,29 +79,26 @@ impl Source for Reading<'_> {
         loop {
             if let Some(next) = self.gather.next() {
                 if let Next::Piece(owner, _) = &next {
-                    self.pending[owner - self.first] += 1;
+                    let (at, cell) = self.place(*owner);
+                    self.batches[at].pending[cell] += 1;
                 }
                 return next;
             }
-            self.cursor = self.cursor.filter(|cursor| !cursor.is_whole).or_else(|| {
-                let owner = self.which.next()?;
-                self.gets.gets[owner].result = Err(Error::from(Status::Again));
-                Some(Cursor { owner, done: 0, is_whole: false })
-            });
-            let Some(mut cursor) = self.cursor else {
+            let Some(mut cursor) = self.cursor.take().or_else(|| self.begin()) else {
                 // What is in flight will be verified here.
                 return if self.gather.is_busy() { Next::Wait } else { Next::End };
             };
             match self.queue_cell(&mut cursor) {
-                Ok(is_whole) => {
-                    self.cursor = Some(Cursor { is_whole, ..cursor });
-                    if !is_whole && !self.gather.has_queued() {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.cursor = Some(cursor);
+                    if !self.gather.has_queued() {
                         return Next::Wait;
                     }
                 }
                 Err(error) => {
-                    self.cursor = None;
                     self.fail(cursor.owner, error);
+                    self.end_if_through(cursor.owner);
                 }
             }
         }
@@ -84,46 +106,77 @@ impl Source for Reading<'_> {
 
     fn ended(&mut self, owner: usize, result: Result<()>) {
         self.gather.ended();
-        let pending = &mut self.pending[owner - self.first];
-        *pending -= 1;
-        let is_last = *pending == 0;
+        let (at, cell) = self.place(owner);
+        self.batches[at].pending[cell] -= 1;
         if let Err(error) = result {
             self.fail(owner, error);
         }
-        let begins = self.cursor.is_some_and(|cursor| {
-            cursor.owner == owner && (!cursor.is_whole || self.gather.has_queued())
-        });
-        if is_last && !begins && self.gets.gets[owner].result.is_ok() {
-            self.arrived(owner);
-        }
+        self.end_if_through(owner);
     }
 }
 
 impl Reading<'_> {
-    /// Whether a cell has neither failed nor been queued as a whole.
-    fn is_open(&self, owner: usize) -> bool {
-        let result = &self.gets.gets[owner].result;
-        result.as_ref().is_err_and(|error| error.status() == Status::Again)
+    /// The position of a cell's batch, and the cell's index in it.
+    fn place(&self, owner: usize) -> (usize, usize) {
+        let at = self.batches.partition_point(|batch| batch.base <= owner) - 1;
+        (at, owner - self.batches[at].base)
     }
 
-    fn fail(&mut self, owner: usize, error: Error) {
-        if self.is_open(owner) || self.gets.gets[owner].result.is_ok() {
-            self.totals.failed += 1;
-            self.gets.gets[owner].result = Err(error);
+    /// Begins the next cell, of another batch if there is none in the open ones.
+    fn begin(&mut self) -> Option<Cursor> {
+        loop {
+            if let Some(batch) = self.batches.last_mut()
+                && let Some(cell) = batch.which.next()
+            {
+                batch.gets.gets[cell].result = Err(Error::from(Status::Again));
+                return Some(Cursor { owner: batch.base + cell, done: 0 });
+            }
+            if self.batches.len() >= MAX_OPEN_BATCHES {
+                return None;
+            }
+            let (number, gets, which) = self.feed.next()?;
+            let which = which.start..which.end.min(gets.len());
+            if which.is_empty() {
+                self.feed.done(number, gets);
+                continue;
+            }
+            let (base, pending) = (self.next_base, vec![0; gets.len()]);
+            self.next_base += gets.len();
+            let left = which.len();
+            self.totals.cells += left as u64;
+            self.batches.push(OpenBatch { number, gets, base, which, pending, left });
         }
     }
 
-    /// All bytes of a cell were read.
-    fn arrived(&mut self, owner: usize) {
-        self.gather.copy_all_back(|of| of == owner);
-        // SAFETY: the blocks of an encoded cell were read.
-        unsafe { find_planes(self.gets, owner) };
-        let (get, planes) = (&self.gets.gets[owner], self.gets.planes_of(&self.gets.gets[owner]));
-        self.totals.bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
-        // SAFETY: the caller's guarantee: the planes' memory, written by the transfers.
-        if self.tier.options.verify && unsafe { sealed(get, planes) } != get.seal {
-            self.totals.corrupt += 1;
-            self.gets.gets[owner].result = Err(Error::from(Status::Corrupt));
+    fn fail(&mut self, owner: usize, error: Error) {
+        let (at, cell) = self.place(owner);
+        let result = &mut self.batches[at].gets.gets[cell].result;
+        if result.as_ref().err().is_none_or(|error| error.status() == Status::Again) {
+            self.totals.failed += 1;
+            *result = Err(error);
+        }
+    }
+
+    /// Verifies a cell if all of it has arrived, and hands its batch back if that was the last one.
+    fn end_if_through(&mut self, owner: usize) {
+        let (at, cell) = self.place(owner);
+        let is_begun = self.cursor.is_none_or(|cursor| cursor.owner != owner);
+        if self.batches[at].pending[cell] > 0
+            || !is_begun
+            || self.gather.queued_owner() == Some(owner)
+        {
+            return;
+        }
+        if self.batches[at].gets.gets[cell].result.is_ok() {
+            self.gather.copy_all_back(|of| of == owner);
+            let (tier, totals) = (self.tier, &mut self.totals);
+            // SAFETY: the caller's guarantee; all transfers of the cell have ended.
+            unsafe { verify(&mut self.batches[at].gets, cell, tier, totals) };
+        }
+        self.batches[at].left -= 1;
+        if self.batches[at].left == 0 {
+            let batch = self.batches.remove(at);
+            self.feed.done(batch.number, batch.gets);
         }
     }
 
@@ -148,14 +201,16 @@ impl Reading<'_> {
     /// Queues the transfers of a cell, as far as there is staging memory. False = something is left.
     fn queue_cell(&mut self, cursor: &mut Cursor) -> Result<bool> {
         let owner = cursor.owner;
-        let spot = self.gets.gets[owner].spot;
+        let (at, cell) = self.place(owner);
+        let spot = self.batches[at].gets.gets[cell].spot;
         if !self.pin(spot.segment())? {
             return Ok(false);
         }
         let Some(pinned) = self.pins.last() else { return Ok(false) };
-        let get = &self.gets.gets[owner];
+        let gets = &mut self.batches[at].gets;
+        let get = &gets.gets[cell];
         let (planes, coded) = match get.blocks {
-            0 => (self.gets.planes_of(get), None),
+            0 => (gets.planes_of(get), None),
             blocks => (&[][..], Some(blocks_at(get.address, blocks)?)),
         };
         let stored = match coded {
@@ -196,10 +251,28 @@ impl Reading<'_> {
             });
             cursor.done += bytes;
         }
-        if self.is_open(owner) {
-            self.gets.gets[owner].result = Ok(());
+        let result = &mut gets.gets[cell].result;
+        if result.as_ref().is_err_and(|error| error.status() == Status::Again) {
+            *result = Ok(());
         }
         Ok(true)
+    }
+}
+
+/// Some cells of one batch.
+struct Once<'a> {
+    gets: &'a mut Gets,
+    which: Option<Range<usize>>,
+}
+
+impl ReadFeed for Once<'_> {
+    fn next(&mut self) -> Option<(usize, Gets, Range<usize>)> {
+        let which = self.which.take()?;
+        Some((0, std::mem::take(self.gets), which))
+    }
+
+    fn done(&mut self, _: usize, gets: Gets) {
+        *self.gets = gets;
     }
 }
 
@@ -220,19 +293,27 @@ impl DiskTier {
     /// # Safety
     /// As there, for the planes and blocks of these cells.
     pub unsafe fn read_some(&self, gets: &mut Gets, which: Range<usize>) {
-        let which = which.start..which.end.min(gets.len());
+        // SAFETY: the caller's guarantee.
+        unsafe { self.read_all(&mut Once { gets, which: Some(which) }) }
+    }
+
+    /// Reads batches of cells until the feed has no more. The next batch begins while the last one
+    /// arrives, so that the disk always has work.
+    ///
+    /// # Safety
+    /// As for [`DiskTier::read_some`], for each batch from its supply until it is handed back.
+    pub unsafe fn read_all(&self, feed: &mut dyn ReadFeed) {
         let gather = Gather::new(&self.staging, Access::Read);
-        let (first, count) = (which.start, which.len());
-        let (pins, totals) = (Vec::new(), Totals::default());
-        let pending = vec![0; count];
+        let (batches, pins, totals) = (Vec::new(), Vec::new(), Totals::default());
+        let (next_base, cursor) = (0, None);
         let mut reading =
-            Reading { tier: self, gets, which, first, gather, pins, pending, cursor: None, totals };
+            Reading { tier: self, feed, batches, next_base, gather, pins, cursor, totals };
         // SAFETY: pieces name memory of planes, which the caller guarantees, and of the gather.
         unsafe { self.files.stream(&mut reading) };
-        let Totals { corrupt, failed, bytes } = reading.totals;
+        let Totals { cells, corrupt, failed, bytes } = reading.totals;
         drop(reading);
         let mut state = self.state.lock();
-        state.stats.reads += count as u64;
+        state.stats.reads += cells;
         state.stats.read_bytes += bytes;
         state.stats.corrupt += corrupt;
         state.stats.failed_reads += failed;
@@ -398,6 +479,22 @@ fn check_place(spot: Spot, stored: u64, pinned: &Pinned<'_>) -> Result<()> {
         fail!(NotFound, "a cell of {stored} bytes does not fit at its place");
     }
     Ok(())
+}
+
+/// Verifies a cell, all bytes of which were read.
+///
+/// # Safety
+/// The memory of its planes is valid, and was written by the transfers.
+unsafe fn verify(gets: &mut Gets, cell: usize, tier: &DiskTier, totals: &mut Totals) {
+    // SAFETY: the blocks of an encoded cell were read.
+    unsafe { find_planes(gets, cell) };
+    let (get, planes) = (&gets.gets[cell], gets.planes_of(&gets.gets[cell]));
+    totals.bytes += planes.iter().map(|plane| plane.bytes).sum::<u64>();
+    // SAFETY: the caller's guarantee.
+    if tier.options.verify && unsafe { sealed(get, planes) } != get.seal {
+        totals.corrupt += 1;
+        gets.gets[cell].result = Err(Error::from(Status::Corrupt));
+    }
 }
 
 /// The seal of a cell that was read.
