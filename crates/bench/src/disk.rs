@@ -3,6 +3,7 @@
 //! temporary files.
 
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,7 @@ use kvtier::format::record::Chunk;
 use kvtier::format::seal::{Identity, PLANE_K, PLANE_V};
 use kvtier::io::files::{Access, Files, Piece};
 use kvtier::io::real::{RealFiles, RealOpts};
-use kvtier::tier::disk::{DiskTier, GetPlane, Gets, Options, PutPlane, Puts, Spot};
+use kvtier::tier::disk::{DiskTier, GetPlane, Gets, Options, PutPlane, Puts, ReadFeed, Spot};
 
 use super::fixtures::{Outcome, Scratch, huge_memory, say};
 use super::{Bar, median};
@@ -193,7 +194,7 @@ fn with_upkeep<T>(tier: &DiskTier, then: impl FnOnce() -> T) -> T {
                 if tier.wants_prepare() {
                     tier.prepare();
                 }
-                std::thread::sleep(Duration::from_micros(200));
+                std::thread::sleep(Duration::from_millis(1));
             }
         });
         let result = then();
@@ -212,31 +213,59 @@ pub fn processor() -> f64 {
     seconds(used.ru_utime) + seconds(used.ru_stime)
 }
 
-/// Reads cells in batches of `DEPTH` on `callers` threads; returns seconds and processor seconds.
+/// Batches of `DEPTH` cells for one caller, two of them in memory at once.
+struct Batches<'a> {
+    waiting: Vec<(usize, &'a [(Spot, u64)])>,
+    stock: &'a Buffer,
+    /// The batch in each half of the memory.
+    halves: [Option<usize>; 2],
+    failed: Option<String>,
+}
+
+impl ReadFeed for Batches<'_> {
+    fn next(&mut self) -> Option<(usize, Gets, Range<usize>)> {
+        let free = self.halves.iter().position(Option::is_none)?;
+        let (number, batch) = self.waiting.pop()?;
+        self.halves[free] = Some(number);
+        let half = free as u64 * DEPTH * PIECE;
+        let mut gets = Gets::default();
+        for (i, &(spot, seal)) in batch.iter().enumerate() {
+            let chunk = chunk_of(number as u64 * DEPTH + i as u64);
+            let (key, fingerprint) = (chunk.key, chunk.fingerprint);
+            let identity = Identity { key, fingerprint, layer: 0, valid_tokens: 256, codec: 0 };
+            gets.cell(spot, identity, seal, true);
+            for (kind, part) in [(PLANE_K, 0), (PLANE_V, PIECE / 2)] {
+                let address = self.stock.range(half + i as u64 * PIECE + part, PIECE / 2);
+                let address = address.unwrap_or(self.stock.address());
+                gets.plane(GetPlane { kind, id: 0, version: 0, bytes: PIECE / 2, address });
+            }
+        }
+        let all = 0..gets.len();
+        Some((number, gets, all))
+    }
+
+    fn done(&mut self, number: usize, gets: Gets) {
+        self.halves.iter_mut().filter(|half| **half == Some(number)).for_each(|half| *half = None);
+        let failed = gets.iter().find_map(|get| get.result.as_ref().err());
+        self.failed = self.failed.take().or(failed.map(|error| say(error.clone())));
+    }
+}
+
+/// Reads cells on `callers` threads, as the read workers of a store do: the next batch begins while
+/// the last one arrives. Returns seconds and processor seconds.
 fn read(tier: &DiskTier, places: &[(Spot, u64)], callers: usize) -> Outcome<(f64, f64)> {
-    let stocks: Vec<Buffer> =
-        (0..callers).map(|_| huge_memory(DEPTH * PIECE).map_err(say)).collect::<Outcome<_>>()?;
+    let stocks: Vec<Buffer> = (0..callers)
+        .map(|_| huge_memory(2 * DEPTH * PIECE).map_err(say))
+        .collect::<Outcome<_>>()?;
     let (start, used) = (Instant::now(), processor());
     let pass = |caller: usize| {
         let batches = places.chunks(DEPTH as usize).enumerate().skip(caller).step_by(callers);
-        for (number, batch) in batches {
-            let mut gets = Gets::default();
-            for (i, &(spot, seal)) in batch.iter().enumerate() {
-                let chunk = chunk_of(number as u64 * DEPTH + i as u64);
-                let (key, fingerprint) = (chunk.key, chunk.fingerprint);
-                let identity = Identity { key, fingerprint, layer: 0, valid_tokens: 256, codec: 0 };
-                gets.cell(spot, identity, seal, true);
-                for (kind, half) in [(PLANE_K, 0), (PLANE_V, PIECE / 2)] {
-                    let address = stocks[caller].range(i as u64 * PIECE + half, PIECE / 2);
-                    let address = address.unwrap_or(stocks[caller].address());
-                    gets.plane(GetPlane { kind, id: 0, version: 0, bytes: PIECE / 2, address });
-                }
-            }
-            // SAFETY: each thread has its own memory.
-            unsafe { tier.read(&mut gets) };
-            gets.iter().try_for_each(|get| get.result.clone()).map_err(say)?;
-        }
-        Ok(())
+        let mut waiting: Vec<_> = batches.collect();
+        waiting.reverse();
+        let mut feed = Batches { waiting, stock: &stocks[caller], halves: [None; 2], failed: None };
+        // SAFETY: each thread has its own memory, and two batches at most share it.
+        unsafe { tier.read_all(&mut feed) };
+        feed.failed.map_or(Ok(()), Err)
     };
     std::thread::scope(|scope| {
         let pass = &pass;

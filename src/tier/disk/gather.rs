@@ -54,6 +54,11 @@ impl<'a> Gather<'a> {
         Ok(Some((address, bytes)))
     }
 
+    /// Whether it has taken staging memory, which it keeps to its end.
+    pub fn uses_staging(&self) -> bool {
+        self.buffer.is_some()
+    }
+
     /// Adds a transfer of an owner; its memory stays valid until it has ended.
     pub fn add(&mut self, owner: usize, file: FileId, offset: u64, address: *mut u8, bytes: u64) {
         if let Some((by, last)) = self.queue.back_mut() {

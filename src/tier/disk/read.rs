@@ -69,7 +69,8 @@ struct Reading<'a> {
     /// Owner of the first cell of the next batch.
     next_base: usize,
     gather: Gather<'a>,
-    pins: Vec<Pinned<'a>>,
+    /// Segments in use, each with the base of the last batch that reads from it.
+    pins: Vec<(usize, Pinned<'a>)>,
     cursor: Option<Cursor>,
     totals: Totals,
 }
@@ -131,7 +132,9 @@ impl Reading<'_> {
                 batch.gets.gets[cell].result = Err(Error::from(Status::Again));
                 return Some(Cursor { owner: batch.base + cell, done: 0 });
             }
-            if self.batches.len() >= MAX_OPEN_BATCHES {
+            // Others may wait for staging memory that this call uses.
+            let is_bound = self.next_base > 0 && self.gather.uses_staging();
+            if self.batches.len() >= MAX_OPEN_BATCHES || is_bound {
                 return None;
             }
             let (number, gets, which) = self.feed.next()?;
@@ -176,14 +179,17 @@ impl Reading<'_> {
         self.batches[at].left -= 1;
         if self.batches[at].left == 0 {
             let batch = self.batches.remove(at);
+            let oldest = self.batches.first().map_or(self.next_base, |batch| batch.base);
+            self.pins.retain(|(base, _)| *base >= oldest);
             self.feed.done(batch.number, batch.gets);
         }
     }
 
-    /// Opens the segment of a cell. False = transfers must end first.
-    fn pin(&mut self, segment: u64) -> Result<bool> {
+    /// Opens the segment of a cell of a batch. False = transfers must end first.
+    fn pin(&mut self, segment: u64, base: usize) -> Result<bool> {
         // Cells of a batch are mostly in the same segment.
-        if self.pins.last().is_some_and(|pinned| pinned.segment == segment) {
+        if let Some((last, _)) = self.pins.last_mut().filter(|(_, pin)| pin.segment == segment) {
+            *last = base;
             return Ok(true);
         }
         let in_use = self.tier.state.lock().in_use();
@@ -194,7 +200,7 @@ impl Reading<'_> {
             }
             self.pins.clear();
         }
-        self.pins.push(self.tier.pin(segment)?);
+        self.pins.push((base, self.tier.pin(segment)?));
         Ok(true)
     }
 
@@ -202,11 +208,11 @@ impl Reading<'_> {
     fn queue_cell(&mut self, cursor: &mut Cursor) -> Result<bool> {
         let owner = cursor.owner;
         let (at, cell) = self.place(owner);
-        let spot = self.batches[at].gets.gets[cell].spot;
-        if !self.pin(spot.segment())? {
+        let (spot, base) = (self.batches[at].gets.gets[cell].spot, self.batches[at].base);
+        if !self.pin(spot.segment(), base)? {
             return Ok(false);
         }
-        let Some(pinned) = self.pins.last() else { return Ok(false) };
+        let Some((_, pinned)) = self.pins.last() else { return Ok(false) };
         let gets = &mut self.batches[at].gets;
         let get = &gets.gets[cell];
         let (planes, coded) = match get.blocks {
@@ -303,6 +309,16 @@ impl DiskTier {
     /// # Safety
     /// As for [`DiskTier::read_some`], for each batch from its supply until it is handed back.
     pub unsafe fn read_all(&self, feed: &mut dyn ReadFeed) {
+        // SAFETY: the caller's guarantee.
+        while unsafe { self.read_while_free(feed) } {}
+    }
+
+    /// The same, until the feed has no more, or staging memory must be returned first. Whether
+    /// anything was read.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn read_while_free(&self, feed: &mut dyn ReadFeed) -> bool {
         let gather = Gather::new(&self.staging, Access::Read);
         let (batches, pins, totals) = (Vec::new(), Vec::new(), Totals::default());
         let (next_base, cursor) = (0, None);
@@ -310,13 +326,18 @@ impl DiskTier {
             Reading { tier: self, feed, batches, next_base, gather, pins, cursor, totals };
         // SAFETY: pieces name memory of planes, which the caller guarantees, and of the gather.
         unsafe { self.files.stream(&mut reading) };
-        let Totals { cells, corrupt, failed, bytes } = reading.totals;
+        // Cells that could not be read to their end are read again: their status is AGAIN.
+        while let Some(batch) = reading.batches.pop() {
+            reading.feed.done(batch.number, batch.gets);
+        }
+        let (any, totals) = (reading.next_base > 0, std::mem::take(&mut reading.totals));
         drop(reading);
         let mut state = self.state.lock();
-        state.stats.reads += cells;
-        state.stats.read_bytes += bytes;
-        state.stats.corrupt += corrupt;
-        state.stats.failed_reads += failed;
+        state.stats.reads += totals.cells;
+        state.stats.read_bytes += totals.bytes;
+        state.stats.corrupt += totals.corrupt;
+        state.stats.failed_reads += totals.failed;
+        any
     }
 
     fn pin_cell(&self, spot: Spot, stored: u64) -> Result<Pinned<'_>> {
