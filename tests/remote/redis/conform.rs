@@ -41,7 +41,7 @@ fn sealed_objects_conform() {
         return;
     }
     let server = Server::start(&[]);
-    let secret = Secret::new(&[7; 32]).unwrap();
+    let secret = kvtier::tier::remote::secret::Secret::new(&[7; 32]).unwrap();
     let sealed = |url: &str| Sealed::new(Box::new(open(&opts(url))), &secret).unwrap();
     passes(&sealed(&server.url()));
     // The server stores ciphertext. An object that it modified is never returned.

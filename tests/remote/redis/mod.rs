@@ -16,7 +16,6 @@ use std::net::{TcpListener, TcpStream};
 use kvtier::base::clock::Clock;
 use kvtier::tier::remote::name::Prefix;
 use kvtier::tier::remote::redis::{Redis, RedisOpts};
-use kvtier::tier::remote::secret::Secret;
 use kvtier::tier::remote::{Client, Gets, Puts, Queries, Remote, RemoteError};
 use kvtier_testkit::fixtures::redis::{Server, is_there};
 
