@@ -80,6 +80,13 @@ impl List {
         self.len == 0
     }
 
+    /// Whether objects that were put back wait in the heap. A change of their stamps must be
+    /// followed by a move at once.
+    #[inline]
+    pub fn has_heap(&self) -> bool {
+        !self.heap.is_empty()
+    }
+
     /// Inserts an object at the hot end.
     #[inline]
     pub fn push_hot(&mut self, objects: &mut Objects, slot: Slot) {

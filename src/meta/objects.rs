@@ -286,16 +286,11 @@ impl Objects {
         Some(node.id)
     }
 
-    /// Prefetches the list neighbours of objects.
-    pub fn prefetch_neighbours(&self, slots: &[Slot]) {
-        let links = |slot: Slot| {
-            if let Some(node) = self.nodes.get(slot as usize) {
-                prefetch(std::slice::from_ref(&node.prev), 0);
-            }
-        };
-        for node in slots.iter().filter_map(|&slot| self.nodes.get(slot as usize)) {
-            links(node.prev);
-            links(node.next);
+    /// Prefetches the links of an object; does nothing for NONE.
+    #[inline]
+    pub fn prefetch_links(&self, slot: Slot) {
+        if let Some(node) = self.nodes.get(slot as usize) {
+            prefetch(std::slice::from_ref(&node.prev), 0);
         }
     }
 
@@ -363,10 +358,15 @@ impl Objects {
     }
 
     /// Links the orphans of an object that was inserted.
+    #[inline]
     pub fn link_orphans(&mut self, slot: Slot) {
-        if self.orphans.is_empty() {
-            return;
+        if !self.orphans.is_empty() {
+            self.link_orphans_of(slot);
         }
+    }
+
+    #[cold]
+    fn link_orphans_of(&mut self, slot: Slot) {
         let id = self.node(slot).id;
         let mut from = 0;
         while let Some(child) = self.orphans.next(&id, from) {
@@ -387,7 +387,9 @@ impl Objects {
     /// Removes an object without children and frees its slot.
     pub fn remove(&mut self, slot: Slot) {
         self.detach(slot);
-        self.orphans.remove(slot);
+        if !self.orphans.is_empty() {
+            self.orphans.remove(slot);
+        }
         let Node { id, units, children, session, .. } = self.nodes[slot as usize];
         assert_eq!(children, 0, "object {id} has children");
         let removed = self.index.remove(id, |s| s == slot);
