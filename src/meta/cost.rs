@@ -42,6 +42,13 @@ impl Cost {
         n * self.beta + self.alpha * (n * l + n * n / 2.0)
     }
 
+    /// The cost of the first `tokens` tokens: `of(0, tokens)`.
+    #[inline]
+    pub fn of_start(&self, tokens: u32) -> f64 {
+        let n = f64::from(tokens);
+        n * self.beta + self.alpha * (n * n / 2.0)
+    }
+
     /// Reads `alpha` and `beta` from a spec; these are the defaults.
     pub fn read(self, reader: &mut Reader) -> Result<Cost> {
         Ok(Cost {

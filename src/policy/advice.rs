@@ -76,6 +76,7 @@ impl Advice {
         }
     }
 
+    #[cold]
     fn close_window(&mut self, now: &Counts) {
         let again = now.evicted_references - self.start.evicted_references;
         let references = now.references - self.start.references;

@@ -238,7 +238,9 @@ impl Evictor {
         if self.log.is_on() {
             self.log_eviction(slot, by, now);
         }
-        self.history.add(id, units, 0);
+        if self.options.remember > 0 {
+            self.history.add(id, units, 0);
+        }
         self.metrics.counts.evictions += 1;
         self.metrics.counts.evicted_units += u64::from(units);
     }

@@ -272,6 +272,12 @@ impl Evictor {
         self.policy.touch(&mut self.objects, slot, stamp);
     }
 
+    /// Prefetches the memory in which the next calls will look ids up.
+    #[inline]
+    pub fn prefetch(&self, ids: &[u64]) {
+        ids.iter().for_each(|&id| self.objects.prefetch_id(id));
+    }
+
     /// Fills `slots`; returns the number of leading ids that are in the table.
     pub(super) fn find_all(&mut self, ids: &[u64]) -> usize {
         self.slots.clear();
@@ -303,7 +309,7 @@ impl Evictor {
         let stamp = self.begin(now, new.len())?;
         self.slots.clear();
         for object in new {
-            match self.enter(object, NONE) {
+            match self.enter(object) {
                 Ok(slot) => self.slots.push(slot),
                 Err(error) => {
                     let entered = self.slots.iter().rev();
@@ -318,7 +324,9 @@ impl Evictor {
         }
         let session = self.find_session(context);
         for (i, slot) in self.slots.iter().rev().enumerate() {
-            self.objects.set_session(*slot, session);
+            if session != NONE {
+                self.objects.set_session(*slot, session);
+            }
             self.policy.insert(&mut self.objects, *slot, stamp + i as i64);
         }
         self.metrics.counts.inserts += new.len() as u64;
@@ -353,14 +361,14 @@ impl Evictor {
     }
 
     /// Adds an object to the table, without notifying the policy.
-    fn enter(&mut self, new: &NewObject, session: Slot) -> Result<Slot> {
-        let slot = self.objects.insert_with_parent_id(new.id, new.parent, new.units, &new.facts)?;
-        self.objects.set_session(slot, session);
-        Ok(slot)
+    #[inline]
+    fn enter(&mut self, new: &NewObject) -> Result<Slot> {
+        self.objects.insert_with_parent_id(new.id, new.parent, new.units, &new.facts)
     }
 
     pub(super) fn insert_one(&mut self, new: &NewObject, session: Slot, stamp: i64) -> Result<()> {
-        let slot = self.enter(new, session)?;
+        let slot = self.enter(new)?;
+        self.objects.set_session(slot, session);
         self.objects.link_orphans(slot);
         self.policy.insert(&mut self.objects, slot, stamp);
         Ok(())

@@ -71,7 +71,27 @@ impl Evictor {
     /// one first, so that no object is older than its children. Returns the number of leading hits.
     /// `found`, if not empty, receives 0 or 1 for each id. Where holes are allowed, objects behind
     /// a hole are hits, too.
+    #[inline]
     pub fn lookup(
+        &mut self,
+        now: i64,
+        context: &RequestContext,
+        ids: &[u64],
+        found: &mut [u8],
+    ) -> Result<usize> {
+        if ids.len() != 1 || found.len() > 1 || context.session.is_some() {
+            return self.lookup_path(now, context, ids, found);
+        }
+        let now = self.tick(now, 1)?;
+        let is_resident = self.lookup_one(now, context, ids[0]);
+        if let Some(found) = found.first_mut() {
+            *found = u8::from(is_resident);
+        }
+        Ok(usize::from(is_resident))
+    }
+
+    /// As `lookup`, for any number of ids.
+    fn lookup_path(
         &mut self,
         now: i64,
         context: &RequestContext,
@@ -80,9 +100,6 @@ impl Evictor {
     ) -> Result<usize> {
         if !found.is_empty() && found.len() != ids.len() {
             fail!(Invalid, "found has {} entries for {} ids", found.len(), ids.len());
-        }
-        if let ([id], None) = (ids, context.session) {
-            return self.lookup_one(now, context, *id, found);
         }
         let now = self.begin(now, ids.len())?;
         let leading = self.find_all(ids);
@@ -109,38 +126,31 @@ impl Evictor {
 
     /// As `lookup`, for a single id without a session. It has so few steps that the processor
     /// overlaps the memory accesses of consecutive calls.
-    fn lookup_one(
-        &mut self,
-        now: i64,
-        context: &RequestContext,
-        id: u64,
-        found: &mut [u8],
-    ) -> Result<usize> {
-        let now = self.tick(now, 1)?;
+    fn lookup_one(&mut self, now: i64, context: &RequestContext, id: u64) -> bool {
         let each = context.tokens_each.max(1);
-        let all = u64::from(if context.length > 0 { context.length } else { each });
-        let cost = self.options.cost.of(0, all);
+        let all = if context.length > 0 { context.length } else { each };
+        let cost = self.options.cost.of_start(all);
         let counts = &mut self.metrics.counts;
         counts.requests += 1;
         counts.references += 1;
-        counts.tokens += all;
+        counts.tokens += u64::from(all);
         counts.cost += cost;
         let slot = self.objects.find(id);
-        if let Some(out) = found.first_mut() {
-            *out = u8::from(slot.is_some());
-        }
-        if let Some(slot) = slot {
-            let tokens = all.min(u64::from(each));
-            counts.hits += 1;
-            counts.hit_tokens += tokens;
-            counts.hit_cost += if tokens == all { cost } else { self.options.cost.of(0, tokens) };
-            self.use_slot(slot, NONE, now);
-        } else {
-            counts.evicted_references += u64::from(self.history.get(id).is_some());
-            self.policy.miss(&self.objects, id, now);
+        match slot {
+            Some(slot) => {
+                counts.hits += 1;
+                counts.hit_tokens += u64::from(all.min(each));
+                counts.hit_cost +=
+                    if all <= each { cost } else { self.options.cost.of_start(each) };
+                self.use_slot(slot, NONE, now);
+            }
+            None => {
+                counts.evicted_references += u64::from(self.history.get(id).is_some());
+                self.policy.miss(&self.objects, id, now);
+            }
         }
         self.advice.observe(&self.metrics.counts);
-        Ok(usize::from(slot.is_some()))
+        slot.is_some()
     }
 
     /// Touches objects, the last one first, without counting a lookup. Returns the number that were
