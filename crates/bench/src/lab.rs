@@ -6,6 +6,8 @@
 //! `ffi-tests/oracles/throughput.py` and `cache.py` set them, and have libCacheSim
 //! serve the same file in turn.
 
+use std::ops::Range;
+
 use kvtier::policy::evict::Victim;
 use kvtier::policy::evictor::{Evictor, NewObject, Options, RequestContext};
 
@@ -16,6 +18,8 @@ use super::{Bar, median};
 /// Seconds, id, size, next use: 4, 8, 4 and 8 bytes.
 const RECORD: usize = 24;
 const BATCH: usize = 64;
+/// Requests, after those of the present call, whose memory is prefetched.
+const AHEAD: usize = 16;
 
 fn record(bytes: &[u8]) -> u64 {
     bytes.get(4..12).and_then(|id| id.try_into().ok()).map_or(0, u64::from_le_bytes)
@@ -28,6 +32,15 @@ struct Source {
     spec: String,
     /// Records of the warm-up.
     warm: usize,
+}
+
+impl Source {
+    /// The ids of records, as far as there are such.
+    fn ids(&self, records: Range<usize>) -> impl Iterator<Item = u64> {
+        let end = (records.end * RECORD).min(self.records.len());
+        let bytes = self.records.get(records.start * RECORD..end).unwrap_or_default();
+        bytes.chunks_exact(RECORD).map(record)
+    }
 }
 
 /// Replays every record; returns the misses and the nanoseconds after the warm-up.
@@ -52,6 +65,9 @@ fn replay(source: &Source, batch: usize) -> Result<(usize, f64), String> {
             (start, misses) = (thread_ns(), 0);
         }
         now += 4 * batch as i64;
+        // The trace is known: the memory of later requests arrives meanwhile.
+        let next = (number + 1) * batch + AHEAD.saturating_sub(batch);
+        source.ids(next..next + batch).for_each(|id| evictor.prefetch(&[id]));
         ids.clear();
         ids.extend(records.chunks_exact(RECORD).map(record));
         let found = &mut found[..ids.len()];
