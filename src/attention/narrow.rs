@@ -1,7 +1,7 @@
 //! Decode with few rows of queries: reads one tile of keys at a time, in place.
 
 use crate::attention::dot::{Quad, Tile, dot_rows, prefetch, weighted_sum};
-use crate::attention::dot_bf16::dot_rows_bf16;
+use crate::attention::dot_bf16::{dot_rows_bf16, pack_bf16};
 use crate::attention::element::{Bf16, Element, F16, F32, I8, read};
 use crate::attention::kv_split::{KvSplit, PART_KEYS};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
@@ -20,12 +20,15 @@ fn padded(dim: u32) -> usize {
 
 /// Numbers of scratch for the rows of all groups.
 pub fn scratch(problem: &Problem<'_>, rows: usize, groups: usize) -> usize {
-    rows * row_numbers(problem) + groups * 2 * TILE_NUMBERS + MAX_DIM as usize
+    (rows + groups) * padded(problem.keys.dim())
+        + rows * row_numbers(problem)
+        + groups * 2 * TILE_NUMBERS
+        + MAX_DIM as usize
 }
 
-/// Numbers of scratch of a row: its query, its sums, its scores, its maximum and a factor.
+/// Numbers of scratch of a row beside its query: its sums, its scores, its maximum and a factor.
 fn row_numbers(problem: &Problem<'_>) -> usize {
-    padded(problem.keys.dim()) + padded(problem.values.dim()) + SUM_LANES + TILE + 2
+    padded(problem.values.dim()) + SUM_LANES + TILE + 2
 }
 
 /// Lanes of the sum of a row's weights.
@@ -206,13 +209,14 @@ impl Part<'_> {
         // that those in use do not compete for a few sets of the L1 cache.
         unsafe {
             let queries = self.memory.add(MAX_DIM as usize);
-            let out = queries.add(all * key_step);
+            // Packed queries need the place of two at least.
+            let out = queries.add((all + self.split.groups as usize) * key_step);
             let scores = out.add(all * value_step);
             let sums = scores.add(all * TILE);
             let max = sums.add(all * SUM_LANES);
             let alpha = max.add(all);
             GroupScratch {
-                queries: queries.add(before * key_step),
+                queries: queries.add((before + group as usize) * key_step),
                 out: out.add(before * value_step),
                 scores: scores.add(before * TILE),
                 sums: sums.add(before * SUM_LANES),
@@ -293,7 +297,7 @@ impl Part<'_> {
                     let (rows_of, upcoming) = (four(selected.keys), four(selected.values));
                     let (quad, to) = (Quad { rows: rows_of, upcoming, dim }, scratch.scores.add(i));
                     if self.is_bf16 {
-                        let queries = (scratch.queries.cast_const().cast(), rows, 2 * step);
+                        let queries = (scratch.queries.cast_const().cast(), rows);
                         dot_rows_bf16::<false>(quad, queries, to);
                         continue;
                     }
@@ -356,11 +360,17 @@ impl Part<'_> {
         // SAFETY: guaranteed by the caller.
         unsafe {
             let scratch = self.scratch(group);
+            if self.is_bf16 {
+                let row = |r| {
+                    let (query, head) = columns.at(r);
+                    queries.row(query, head).cast()
+                };
+                pack_bf16(row, (columns.count, dim), scratch.queries.cast());
+            }
             for r in 0..columns.count {
                 let ((query, head), to) = (columns.at(r), scratch.queries.add(r * step));
                 scratch.max.add(r).write(f32::MIN);
                 if self.is_bf16 {
-                    std::ptr::copy_nonoverlapping(queries.row(query, head), to.cast(), 2 * dim);
                     continue;
                 }
                 read::<L>(queries, head, &[query], scratch.row);

@@ -7,7 +7,7 @@
 //! that the box contains every key. Rounding errors are bounded in [`attention`](super).
 
 use crate::attention::dot::{Quad, dot_rows};
-use crate::attention::dot_bf16::{applies, dot_rows_bf16};
+use crate::attention::dot_bf16::{applies, dot_rows_bf16, pack_bf16, packed};
 use crate::attention::element::{Bf16, F32, read};
 use crate::attention::lanes::{Lanes, MAX_WIDTH};
 use crate::attention::level::{Level, levels};
@@ -111,7 +111,12 @@ unsafe fn read_row<L: Lanes, const R: usize>(rows: &Rows<'_>, head: u32, token: 
 /// Numbers of scratch for [`scores`].
 pub fn scratch(queries: &Rows<'_>) -> usize {
     let rows = queries.tokens() as usize * queries.heads() as usize;
-    rows * (padded(queries) + TILE) + MAX_DIM as usize
+    rows * (room(queries) + TILE) + MAX_DIM as usize
+}
+
+/// Numbers of scratch for each query of a key head: room for packed ones, even if there is one.
+fn room(queries: &Rows<'_>) -> usize {
+    packed(1, queries.dim() as usize) / 2
 }
 
 /// Numbers of a query, padded with zeros.
@@ -194,8 +199,8 @@ unsafe fn score_pages<L: Lanes, const R: usize>(
     unsafe {
         let row = memory.as_mut_ptr();
         let found = row.add(MAX_DIM as usize);
-        let packed = found.add(rows * pages.heads() as usize * TILE);
-        pack::<L>((pages, queries), is_bf16, row, packed);
+        let ordered = found.add(rows * pages.heads() as usize * TILE);
+        pack::<L>((pages, queries), is_bf16, row, ordered);
         for first in (0..count).step_by(LINE as usize) {
             let width = (count - first).min(LINE);
             // Heads of a page are adjacent: a few pages of each head in turn.
@@ -210,10 +215,10 @@ unsafe fn score_pages<L: Lanes, const R: usize>(
                         upcoming: addresses([8, 9, 10, 11]),
                         dim,
                     };
-                    let queries = (packed.add(row * step).cast_const(), rows, step);
+                    let queries = (ordered.add(row * room(queries)).cast_const(), rows, step);
                     match pages.dtype() {
                         Dtype::Bf16 if is_bf16 => {
-                            let queries = (queries.0.cast(), rows, 2 * step);
+                            let queries = (queries.0.cast(), rows);
                             dot_rows_bf16::<true>(quad, queries, to);
                         }
                         Dtype::Bf16 => dot_rows::<L, Bf16, R, true>(quad, queries, to),
@@ -236,7 +241,7 @@ unsafe fn score_pages<L: Lanes, const R: usize>(
     }
 }
 
-/// Puts the queries of each key head into the order that products read, or bf16 as they are.
+/// Puts the queries of each key head into the order that products read.
 ///
 /// # Safety
 /// As of [`score_pages`]; `row` has room for a query, and `to` for all of them, padded.
@@ -245,24 +250,30 @@ unsafe fn pack<L: Lanes>(
     (pages, queries): (&Rows<'_>, &Rows<'_>),
     is_bf16: bool,
     row: *mut f32,
-    mut to: *mut f32,
+    to: *mut f32,
 ) {
     let (dim, group) = (queries.dim() as usize, queries.heads() / pages.heads());
+    let rows = queries.tokens() * group;
     for key_head in 0..pages.heads() {
-        for r in 0..queries.tokens() * group {
-            let (query, head) = row_position(r, group, key_head);
-            // SAFETY: guaranteed by the caller.
-            unsafe {
-                if is_bf16 {
-                    std::ptr::copy_nonoverlapping(queries.row(query, head), to.cast(), 2 * dim);
-                } else {
-                    read::<L>(queries, head, &[query], row);
-                    match pages.dtype() {
-                        Dtype::Bf16 => permute::<L, Bf16>(row, dim, to),
-                        _ => permute::<L, F32>(row, dim, to),
-                    }
+        // SAFETY: guaranteed by the caller.
+        unsafe {
+            let to = to.add((key_head * rows) as usize * room(queries));
+            if is_bf16 {
+                let query = |r| {
+                    let (query, head) = row_position(r as u32, group, key_head);
+                    queries.row(query, head).cast()
+                };
+                pack_bf16(query, (rows as usize, dim), to.cast());
+                continue;
+            }
+            for r in 0..rows {
+                let (query, head) = row_position(r, group, key_head);
+                let to = to.add(r as usize * padded(queries));
+                read::<L>(queries, head, &[query], row);
+                match pages.dtype() {
+                    Dtype::Bf16 => permute::<L, Bf16>(row, dim, to),
+                    _ => permute::<L, F32>(row, dim, to),
                 }
-                to = to.add(padded(queries));
             }
         }
     }

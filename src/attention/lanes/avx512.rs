@@ -181,7 +181,7 @@ unsafe impl Lanes for Avx512 {
 /// # Safety
 /// The processor has AVX-512 F.
 #[inline(always)]
-unsafe fn quarters([a, b, c, d]: [Avx512; 4]) -> __m512 {
+pub unsafe fn quarters([a, b, c, d]: [Avx512; 4]) -> __m512 {
     cpu!({
         let x = _mm512_add_ps(_mm512_unpacklo_ps(a.0, b.0), _mm512_unpackhi_ps(a.0, b.0));
         let y = _mm512_add_ps(_mm512_unpacklo_ps(c.0, d.0), _mm512_unpackhi_ps(c.0, d.0));
@@ -196,7 +196,7 @@ unsafe fn quarters([a, b, c, d]: [Avx512; 4]) -> __m512 {
 /// # Safety
 /// The processor has AVX-512 F.
 #[inline(always)]
-unsafe fn join(x: __m512, y: __m512) -> __m512 {
+pub unsafe fn join(x: __m512, y: __m512) -> __m512 {
     cpu!(_mm512_add_ps(
         _mm512_shuffle_f32x4::<0b10_00_10_00>(x, y),
         _mm512_shuffle_f32x4::<0b11_01_11_01>(x, y)
