@@ -137,7 +137,16 @@ impl<'a> Rows<'a> {
     /// Addresses of the rows of tokens of a head, which must exist.
     #[inline]
     pub fn addresses<const N: usize>(&self, tokens: &[u32; N], head: u32) -> [*const u8; N] {
-        tokens.map(|token| self.row(token, head))
+        match self.view.place {
+            // One multiplication and one addition each, of several at once.
+            Place::At(address) => {
+                let base = address + u64::from(head) * self.view.head_stride_bytes;
+                tokens.map(|token| {
+                    (base + u64::from(token) * self.view.token_stride_bytes) as *const u8
+                })
+            }
+            Place::Pages { .. } => tokens.map(|token| self.row(token, head)),
+        }
     }
 }
 
