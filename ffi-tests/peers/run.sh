@@ -9,9 +9,10 @@
 #
 # Prints JSON, one object a line, and keeps it in WORKDIR/peers.jsonl (record.py says what is in
 # it). What is absent is skipped with the reason. --save also writes the results, with TEXT about
-# the run, and draws the tables of the documentation. The virtual environment in WORKDIR is removed
-# at the end; KVTIER_PEERS_KEEP=1 keeps it. KVTIER_PEERS_WRAP is a command before each measurement.
-# mooncake needs the Debian package libibverbs1, redis needs redis-server and redis-tools.
+# the run, and draws the tables of the documentation. What was installed in WORKDIR is removed at the
+# end; KVTIER_PEERS_KEEP=1 keeps it. KVTIER_PEERS_WRAP is a command before each measurement.
+# mooncake needs the Debian package libibverbs1, redis needs redis-server and redis-tools; ggml needs
+# cmake, ninja and a C++ compiler.
 # Not part of the test run: it takes half an hour and downloads much.
 set -euo pipefail
 
@@ -27,7 +28,7 @@ while [ $# -gt 0 ]; do
     --only) only=${2:?names}; shift ;;
     --gigabytes) gigabytes=1 ;;
     --save) save=${2:?a text about the run}; shift ;;
-    *) sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2 ;;
     esac
     shift
 done
@@ -37,7 +38,7 @@ read -ra wrap <<<"${KVTIER_PEERS_WRAP:-}"
 
 cleanup() {
     rm -rf "$work/data"
-    [ -n "${KVTIER_PEERS_KEEP:-}" ] || rm -rf "$work/venv"
+    [ -n "${KVTIER_PEERS_KEEP:-}" ] || rm -rf "$work/venv" "$work/llama"
 }
 trap cleanup EXIT
 
@@ -172,6 +173,23 @@ program() { # FILE SIDE PACKAGE...
     fi
 }
 
+# Attention kernels on the processor: all sides in one process.
+attention() {
+    local sides=()
+    if wants torch; then
+        if torch; then sides+=(--torch); else skip attention torch "$no_torch"; fi
+    fi
+    if wants ggml; then
+        if KVTIER_ENGINE_NATIVE=ON "$root/bindings/llama.cpp/engine.sh" "$work/llama" >&2; then
+            sides+=(--ggml "$work/llama/engine/lib")
+        else
+            skip attention ggml "its build failed"
+        fi
+    fi
+    # torch compiles some kernels at the first use.
+    TORCHINDUCTOR_CACHE_DIR=$work/data/inductor measure "$python" "$here/attention.py" "${sides[@]}" "${quick[@]}"
+}
+
 {
     python3 "$here/record.py" head
     library
@@ -179,9 +197,7 @@ program() { # FILE SIDE PACKAGE...
     if wants redis; then redis; fi
     if wants caches moka quick_cache foyer schnellru lru; then caches; fi
     if wants libcachesim; then libcachesim; fi
-    if wants torch ggml; then
-        if torch; then program attention.py torch numpy; else skip attention torch "$no_torch"; fi
-    fi
+    if wants torch ggml; then attention; fi
     if wants runai; then program load.py "Run:ai Model Streamer" runai-model-streamer safetensors; fi
 } | tee "$work/peers.jsonl"
 [ -z "$save" ] || python3 "$here/record.py" save "$work/peers.jsonl" --about "$save"

@@ -19,6 +19,10 @@ import sys
 import time
 
 
+#: Units of rates.
+UNITS = {"GiB/s": 1 << 30, "Gflop/s": 1e9}
+
+
 def version(*packages):
     """The installed versions of packages."""
     found = {}
@@ -104,19 +108,19 @@ def play(sides, ops, warm, rounds):
     return times, failed
 
 
-def contest(group, makes, phases, nbytes, warm, rounds, **dims):
-    """Measures all sides in turn; the first one is the baseline. The ops of a phase follow each
-    other in each round; phases follow each other."""
+def contest(group, makes, phases, work, warm, rounds, unit="GiB/s", **dims):
+    """Measures all sides in turn; the first one is the baseline. `work` is what each op does, in
+    bytes or flop. The ops of a phase follow each other in each round; phases follow each other."""
     sides, skipped = opened(makes)
     for ops in phases:
         times, failed = play(sides, ops, warm, rounds)
-        show(group, (sides, skipped, failed), times, nbytes, dims)
+        show(group, (sides, skipped, failed), times, work / UNITS[unit], unit, dims)
     for side in sides:
         with contextlib.suppress(Exception):
             side.close()
 
 
-def show(group, all_sides, times, nbytes, dims):
+def show(group, all_sides, times, work, unit, dims):
     sides, skipped, failed = all_sides
     for op in dict.fromkeys(op for _, op in times):
         base = times[sides[0].name, op]
@@ -127,8 +131,8 @@ def show(group, all_sides, times, nbytes, dims):
                      skip=failed.get(side.name, "no round was measured"))
                 continue
             ratios = [raw / one for raw, one in zip(base, took)]
-            line(group, name, side.name, nbytes / statistics.median(took) / (1 << 30),
-                 ratio=statistics.median(ratios), versions=side.versions, **dims,
+            line(group, name, side.name, work / statistics.median(took), unit,
+                 statistics.median(ratios), side.versions, **dims,
                  spread=[round(min(ratios), 2), round(max(ratios), 2)])
         for name, why in skipped:
             line(group, op.replace("_", " "), name, skip=why, **dims)
