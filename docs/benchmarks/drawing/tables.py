@@ -225,12 +225,12 @@ def codecs(all_subjects):
 
 
 def more_peers(all_subjects):
-    """The last run of each group beside other systems, without host memory and disk."""
+    """The last run of each group beside other systems that has no table of its own."""
     subject = all_subjects["peers"]
     groups = dict.fromkeys(result["group"] for result in subject.results)
     parts = []
     for group in groups:
-        if group in ("host", "disk"):
+        if group in ("host", "disk", "attention"):
             continue
         run = subject.last(group)
         results = [result for result in subject.of(run) if result["group"] == group]
@@ -400,6 +400,7 @@ TABLES = {
     "peers-host": pivot("peers", None, ["size", "name"], "side", measured, corner="objects", group="host",
                         only=lambda result: result["group"] == "host"),
     "peers-disk": pivot("peers", None, "side", "name", measured, group="disk"),
+    "peers-attention": pivot("peers", None, "side", ["name", "size"], measured, group="attention"),
     "peers-more": more_peers,
     "peers-host-before": pivot("store", "host-peers-2026-11-26", ["size", "op"], "side", measured, corner="objects"),
     "peers-disk-before": pivot("store", "disk-peers-2026-11-26", "side", "op", measured),
