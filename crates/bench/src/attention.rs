@@ -285,6 +285,7 @@ fn indices(quick: bool) -> Vec<Bar> {
         ("index_minference", "minference"),
         ("index_flexprefill", "flexprefill"),
         ("index_xattention", "xattention"),
+        ("index_xattention_stride_16", "xattention(stride=16)"),
     ] {
         let spec = Spec::parse(spec).expect("a spec");
         let mut policy = registry::make(&spec, &shape).expect("a policy");
