@@ -408,7 +408,7 @@ TABLES = {
                       labels=["quiet", "under load", "2026-11-28"]),
     "attention-torch": bars("sparse", "attention-torch-quiet", "attention-torch-load",
                             labels=["kvtier, quieter", "kvtier, under load"]),
-    "sparse": bars("sparse", "sparse-2026-11-22"),
+    "sparse": bars("sparse", "sparse-2026-11-22", "h2o-2026-11-28", labels=["2026-11-22", "2026-11-28"]),
     "offload": bars("sparse", "offload-2026-11-22"),
     "offload-long": pivot("sparse", "offload-long-2026-11-22", "policy", "name",
                           lambda result: measured(result) + (
