@@ -110,28 +110,26 @@ unsafe fn dot_block<L: Lanes, E: Element, const Q: usize, const BOX: bool>(
         if whole < dim {
             let (from, left) = (whole * E::BYTES, dim - whole);
             let query = query_block::<L, Q>(queries.add(whole), step);
-            for j in 0..4 {
-                prefetch::<L>(upcoming[j].wrapping_add(from), left * E::BYTES);
-                let x = part::<L, E>(rows[j].add(from), left);
-                let y = if BOX { part::<L, E>(rows[j].add(beside + from), left) } else { x };
+            for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
+                prefetch::<L>(upcoming.wrapping_add(from), left * E::BYTES);
+                let x = part::<L, E>(row.add(from), left);
+                let y = if BOX { part::<L, E>(row.add(beside + from), left) } else { x };
                 add_products::<L, Q, BOX>(&mut sums, j, &query, x, y);
             }
         }
-        let mut at = 0;
-        while at < whole {
+        for at in (0..whole).step_by(L::WIDTH) {
             let from = at * E::BYTES;
             let query = query_block::<L, Q>(queries.add(at), step);
-            for j in 0..4 {
-                prefetch::<L>(upcoming[j].wrapping_add(from), L::WIDTH * E::BYTES);
-                let x = E::pair::<L>(rows[j].add(from));
+            for (j, (row, upcoming)) in rows.into_iter().zip(upcoming).enumerate() {
+                prefetch::<L>(upcoming.wrapping_add(from), L::WIDTH * E::BYTES);
+                let x = E::pair::<L>(row.add(from));
                 let mut y = x;
                 if BOX {
-                    prefetch::<L>(upcoming[j].wrapping_add(beside + from), L::WIDTH * E::BYTES);
-                    y = E::pair::<L>(rows[j].add(beside + from));
+                    prefetch::<L>(upcoming.wrapping_add(beside + from), L::WIDTH * E::BYTES);
+                    y = E::pair::<L>(row.add(beside + from));
                 }
                 add_products::<L, Q, BOX>(&mut sums, j, &query, x, y);
             }
-            at += L::WIDTH;
         }
         L::store_sums(sums, out, TILE);
     }

@@ -111,12 +111,12 @@ unsafe fn read_row<L: Lanes, const R: usize>(rows: &Rows<'_>, head: u32, token: 
 /// Numbers of scratch for [`scores`].
 pub fn scratch(queries: &Rows<'_>) -> usize {
     let rows = queries.tokens() as usize * queries.heads() as usize;
-    rows * (room(queries) + TILE) + MAX_DIM as usize
+    rows * (room(1, queries) + TILE) + MAX_DIM as usize
 }
 
-/// Numbers of scratch for each query of a key head: room for packed ones, even if there is one.
-fn room(queries: &Rows<'_>) -> usize {
-    packed(1, queries.dim() as usize) / 2
+/// Numbers of scratch for `rows` queries of a key head, in either order; most for each with one.
+fn room(rows: usize, queries: &Rows<'_>) -> usize {
+    (rows * padded(queries)).max(packed(rows, queries.dim() as usize) / 2)
 }
 
 /// Numbers of a query, padded with zeros.
@@ -201,6 +201,7 @@ unsafe fn score_pages<L: Lanes, const R: usize>(
         let found = row.add(MAX_DIM as usize);
         let ordered = found.add(rows * pages.heads() as usize * TILE);
         pack::<L>((pages, queries), is_bf16, row, ordered);
+        let each = room(rows, queries);
         for first in (0..count).step_by(LINE as usize) {
             let width = (count - first).min(LINE);
             // Heads of a page are adjacent: a few pages of each head in turn.
@@ -215,7 +216,7 @@ unsafe fn score_pages<L: Lanes, const R: usize>(
                         upcoming: addresses([8, 9, 10, 11]),
                         dim,
                     };
-                    let queries = (ordered.add(row * room(queries)).cast_const(), rows, step);
+                    let queries = (ordered.add(key_head as usize * each).cast_const(), rows, step);
                     match pages.dtype() {
                         Dtype::Bf16 if is_bf16 => {
                             let queries = (queries.0.cast(), rows);
@@ -257,7 +258,7 @@ unsafe fn pack<L: Lanes>(
     for key_head in 0..pages.heads() {
         // SAFETY: guaranteed by the caller.
         unsafe {
-            let to = to.add((key_head * rows) as usize * room(queries));
+            let to = to.add(key_head as usize * room(rows as usize, queries));
             if is_bf16 {
                 let query = |r| {
                     let (query, head) = row_position(r as u32, group, key_head);
