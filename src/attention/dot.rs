@@ -1,7 +1,7 @@
 //! Products of a few queries with keys or boxes of pages, and weighted sums of values, on rows in
 //! place. Decode and page scores use them, because they are bound by memory bandwidth.
 //!
-//! Loops over arrays of vectors count indices: builds without LTO keep what iterators go through in
+//! Loops over sums of values count indices: builds without LTO keep what iterators go through in
 //! memory instead of registers, which made decode three times slower.
 
 #![allow(clippy::needless_range_loop)]
