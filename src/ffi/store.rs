@@ -1770,6 +1770,7 @@ pub(crate) unsafe fn remote_of(
         preferred_bytes: or_default(given.preferred_bytes, 1 << 20),
         max_bytes: or_default(given.max_bytes, u64::MAX),
         batch: or_default(given.batch.into(), 32) as usize,
+        names: 64,
         ranges: true,
         first_wins: given.flags & KVT_REMOTE_FIRST_WINS != 0,
         // The engine accounts for the memory of its backend.

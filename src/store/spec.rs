@@ -804,6 +804,7 @@ impl RemoteSpec {
             object_bytes,
             max_bytes: caps.max_bytes,
             batch: caps.batch.max(1),
+            names: caps.names.max(1),
             fetchers,
             secret: secrets.get("seal"),
             seed: u64::from_le_bytes(seed),

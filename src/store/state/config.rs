@@ -57,6 +57,8 @@ pub struct RemoteConfig {
     pub max_bytes: u64,
     /// Most objects of a batch.
     pub batch: usize,
+    /// Most names of a lookup.
+    pub names: usize,
     /// Fetch workers; 0 = not known.
     pub fetchers: u32,
     /// When chunks are uploaded.
@@ -89,6 +91,7 @@ impl Default for RemoteConfig {
             object_bytes: 1 << 20,
             max_bytes: 128 << 20,
             batch: 32,
+            names: 64,
             fetchers: 0,
             write: Write::Through,
             admission: "all".into(),

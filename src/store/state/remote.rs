@@ -26,7 +26,7 @@ use crate::store::state::chunk_table::note;
 use crate::store::state::config::RemoteConfig;
 use crate::store::state::remote_fetch::{RemotePrefetch, RequestedObject};
 use crate::store::state::remote_lookup::{
-    LookupItem, Lookups, PendingLookup, Requester, WINDOW, Window, noted_chunks,
+    LookupItem, Lookups, PendingLookup, Requester, Window, noted_chunks,
 };
 use crate::store::state::transfer::{Of, TransferKind};
 use crate::store::state::{At, Config, StoreState};
@@ -537,27 +537,28 @@ impl StoreState {
         let (config, cut) = (&remote.config, shape.cut(shape.objects() - 1));
         let mut window = Window { end: lookup.next, ..Window::default() };
         let max_present = noted_chunks(self.tables[table as usize].layout.layers());
+        let most = lookup.next_names(config.names.min(max_present));
+        // A block that is named twice is looked up once.
+        let mut keys = BTreeSet::new();
         for (chunk, key) in lookup.named.keys.iter().enumerate().skip(lookup.next) {
-            if window.items.len() >= WINDOW || window.present.len() >= max_present {
+            if window.items.len() >= most || window.present.len() >= max_present {
                 window.is_cut = true;
                 break;
             }
             window.end = chunk + 1;
             let is_known = self.is_found(table, self.find_block(namespace, key));
-            // A block that is named twice is looked up once.
-            if is_known || window.items.iter().any(|entry| entry.key == *key) {
+            if is_known || keys.contains(key) {
                 continue;
             }
             let name = names.name(key, &cut);
             match remote.known.get(&name, self.now_ns, config.fresh_ns, config.absent_ns) {
                 Some(true) if remote.is_well() => window.present.push(chunk),
                 Some(false) => {}
-                _ => window.items.push(LookupItem {
-                    chunk,
-                    key: *key,
-                    name,
-                    result: Err(RemoteError::Busy),
-                }),
+                _ => {
+                    keys.insert(*key);
+                    let result = Err(RemoteError::Busy);
+                    window.items.push(LookupItem { chunk, key: *key, name, result });
+                }
             }
         }
         Some(window)

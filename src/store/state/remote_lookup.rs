@@ -16,8 +16,10 @@ use crate::store::state::{At, StoreState};
 use crate::tier::remote::breaker::{Direction, Permit};
 use crate::tier::remote::{Name, RemoteError};
 
-/// Chunks of one request.
-pub(super) const WINDOW: usize = 64;
+/// Names of the first request of a lookup. The next ones have `GROWTH` times as many as were looked
+/// up before: a long lookup takes few round trips, and a short one looks up few names in vain.
+const LEAST_NAMES: usize = 64;
+const GROWTH: usize = 3;
 /// Most cells that are recorded at once from remembered answers, since that holds the lock, maybe
 /// on an engine's thread.
 const NOTED_CELLS: usize = 8192;
@@ -38,6 +40,8 @@ pub(super) struct PendingLookup {
     pub serial: u64,
     /// Next chunk to look up.
     pub next: usize,
+    /// Names that were looked up since it was queued.
+    pub names: usize,
     /// It is queued, or a request is in flight.
     pub is_busy: bool,
     /// Transfers that wait for the lookup of their session.
@@ -55,6 +59,13 @@ pub(super) struct Lookups {
     pub pending: BTreeMap<Requester, PendingLookup>,
     /// Counts transfers with lookups.
     pub serial: u64,
+}
+
+impl PendingLookup {
+    /// Names of its next request, at most `most`.
+    pub fn next_names(&self, most: usize) -> usize {
+        (GROWTH * self.names).min(most).max(LEAST_NAMES)
+    }
 }
 
 impl Lookups {
@@ -144,7 +155,7 @@ impl StoreState {
         if std::mem::replace(&mut lookup.is_busy, true) {
             return;
         }
-        lookup.next = next;
+        (lookup.next, lookup.names) = (next, 0);
         match (self.recall(at), &mut self.remote) {
             (true, Some(remote)) if may_query => {
                 remote.lookups.queue.push_back(Requester::Session(at))
@@ -294,7 +305,7 @@ impl StoreState {
         self.remote.as_mut()?.lookups.is_urgent = false;
         while let Some(requester) = self.remote.as_mut()?.lookups.queue.pop_front() {
             let window = match requester {
-                Requester::Session(at) => self.window(at, WINDOW),
+                Requester::Session(at) => self.window(at, usize::MAX),
                 Requester::Blocks(number) => self.window_of_blocks(number),
             };
             let window = window.unwrap_or_default();
@@ -320,6 +331,7 @@ impl StoreState {
                 continue;
             }
             let probes = permit == Permit::Probe;
+            lookup.names += window.items.len();
             let (serial, timeout_ns) = (lookup.serial, remote.config.timeout_ns);
             remote.counters.looked_up_names += window.items.len() as u64;
             let (items, since_ns) = (window.items, self.now_ns);
@@ -340,7 +352,8 @@ impl StoreState {
 
     /// The next chunks of a session to look up, at most so many.
     fn window(&mut self, at: u32, most: usize) -> Option<Window> {
-        let first = self.remote.as_ref()?.lookups.pending.get(&Requester::Session(at))?.next;
+        let requester = Requester::Session(at);
+        let first = self.remote.as_ref()?.lookups.pending.get(&requester)?.next;
         self.refresh(at, first..usize::MAX).ok()?;
         let namespace = self.session(at).ok()?.namespace;
         let (table, holes) =
@@ -351,6 +364,8 @@ impl StoreState {
         let mut window = Window { end: first, ..Window::default() };
         let cut = shape.cut(shape.objects() - 1);
         let max_present = noted_chunks(self.tables[table as usize].layout.layers());
+        let lookup = remote.lookups.pending.get(&requester)?;
+        let most = lookup.next_names(remote.config.names.min(max_present)).min(most);
         for (chunk, key) in session.path.keys().iter().enumerate().skip(first) {
             if window.items.len() >= most || window.present.len() >= max_present {
                 window.is_cut = true;

@@ -57,6 +57,7 @@ impl Remote for Dir {
             preferred_bytes: 8 << 20,
             max_bytes: MAX_BYTES,
             batch: 16,
+            names: 64,
             ranges: true,
             first_wins: true,
             client_bytes: 64 << 10,

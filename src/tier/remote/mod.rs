@@ -48,6 +48,8 @@ pub struct Caps {
     pub max_bytes: u64,
     /// Objects of a batch that one round trip can carry; a larger batch takes several.
     pub batch: usize,
+    /// Names of a lookup that one round trip can carry; a longer lookup takes several.
+    pub names: usize,
     /// Parts of an object can be read.
     pub ranges: bool,
     /// A put of a name that exists does nothing; false = the last writer may win.

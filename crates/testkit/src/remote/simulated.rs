@@ -76,6 +76,7 @@ impl Default for Plan {
             preferred_bytes: 1 << 20,
             max_bytes: 64 << 20,
             batch: 64,
+            names: 256,
             ranges: true,
             first_wins: true,
             client_bytes: 0,

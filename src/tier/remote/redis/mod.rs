@@ -44,6 +44,8 @@ const CONN_BYTES: u64 = 64 << 10;
 const SOME_NODES: u64 = 8;
 /// Objects of a batch; a larger batch is no faster.
 const BATCH: usize = 64;
+/// Names of a lookup: their commands fit in the memory of a connection.
+const NAMES: usize = 512;
 /// Most replicas to wait for.
 const MAX_WAIT: u32 = 16;
 /// Longest time to live: ten years.
@@ -212,6 +214,7 @@ impl Remote for Redis {
             preferred_bytes: PREFERRED_BYTES,
             max_bytes: MAX_BYTES,
             batch: BATCH,
+            names: NAMES,
             ranges: true,
             first_wins: true,
             client_bytes: nodes * conn_bytes,

@@ -164,6 +164,7 @@ impl Remote for S3 {
             preferred_bytes: PREFERRED_BYTES,
             max_bytes: MAX_BYTES,
             batch: 2 * self.0.settings.connections,
+            names: 64,
             ranges: true,
             first_wins: !self.0.is_unconditional.load(Ordering::Relaxed),
             client_bytes: self.0.settings.connections as u64 * conn_bytes,
