@@ -185,7 +185,9 @@ unsafe fn execute(copy: &mut Copy<'_>) {
     let sum = unsafe {
         match copy.direction {
             Direction::Gather => gather(&copy.tensor, copy.plane, copy.wants_sum),
-            Direction::Scatter => scatter(&copy.tensor, copy.plane, copy.wants_sum),
+            Direction::Scatter => {
+                scatter(&copy.tensor, copy.plane, copy.past_caches, copy.wants_sum)
+            }
         }
     };
     copy.sum = sum.unwrap_or(0);
@@ -256,6 +258,7 @@ mod tests {
     use crate::base::checksum::checksum;
     use crate::base::memory::{AllocationRequest, Buffer};
     use crate::base::sync::Arc;
+    use crate::meta::view::View;
     use proptest::prelude::*;
 
     fn buffer(content: &[u8]) -> Arc<Buffer> {
@@ -293,6 +296,24 @@ mod tests {
             if kind & CHECKSUM != 0 {
                 prop_assert_eq!(outcome.value, checksum(&start[from..from + n]));
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn copies_around_the_caches_are_exact(
+            shift in 0usize..130, token_bytes in 1000usize..1200, tokens in 1usize..4,
+        ) {
+            let plane: Vec<u8> = (0..token_bytes * tokens).map(|i| (i * 7 / 3) as u8).collect();
+            let mut tensor = vec![0xEE; shift + plane.len() + 64];
+            let expected = [&tensor[..shift], &plane, &[0xEE; 64]].concat();
+            let address = tensor.as_mut_ptr().expose_provenance() + shift;
+            let view = View::canonical(address as u64, tokens as u32, token_bytes as u64);
+            let from = plane.as_ptr().cast_mut();
+            let copy = Copy::new(&view, 0, tokens as u32, from, Direction::Scatter).unwrap();
+            // SAFETY: both buffers live, and nothing else uses them.
+            unsafe { copy_now(&mut [Copy { past_caches: true, ..copy }]).unwrap() };
+            prop_assert_eq!(tensor, expected);
         }
     }
 

@@ -123,6 +123,8 @@ pub struct Copy<'a> {
     pub plane_memory: Memory,
     /// Direction of the copy.
     pub direction: Direction,
+    /// Write around the caches, where the processor copies: the target is not read soon.
+    pub past_caches: bool,
     /// Request a checksum of the plane, in canonical order. An asynchronous device sums the side in
     /// its memory: the source as read, or the target as written. If both sides are in its memory,
     /// it sums the target.
@@ -144,7 +146,9 @@ impl<'a> Copy<'a> {
         let side = if direction == Direction::Gather { Side::Source } else { Side::Target };
         let tensor = view.span(first, tokens, side)?;
         let (memory, plane_memory) = (Memory::Host, Memory::Host);
-        Ok(Copy { tensor, memory, plane, plane_memory, direction, wants_sum: false, sum: 0 })
+        let past_caches = direction == Direction::Gather;
+        let (wants_sum, sum) = (false, 0);
+        Ok(Copy { tensor, memory, plane, plane_memory, direction, past_caches, wants_sum, sum })
     }
 }
 

@@ -48,18 +48,32 @@ pub unsafe fn gather(span: &Span<'_>, plane: *mut u8, sum: bool) -> Option<u64> 
     summer.map(Summer::finish)
 }
 
-/// Copies a plane to a tensor; returns the plane's checksum if `sum`.
+/// Copies a plane to a tensor, past the caches if `past_caches`; returns the plane's checksum if
+/// `sum`.
 ///
 /// # Safety
 /// As for [`gather`], with the plane read and the span written.
-pub unsafe fn scatter(span: &Span<'_>, plane: *const u8, sum: bool) -> Option<u64> {
+pub unsafe fn scatter(
+    span: &Span<'_>,
+    plane: *const u8,
+    past_caches: bool,
+    sum: bool,
+) -> Option<u64> {
     let plane = plane.cast_mut(); // only read on this way
     let mut strips = span.strips();
-    if !sum {
-        for strip in strips {
-            // SAFETY: the caller's promise; strips stay inside the span and the plane.
-            unsafe { copy_strip::<false>(&strip, plane.add(strip.at as usize)) };
+    // SAFETY: the caller's promise; strips stay inside the span and the plane.
+    let copy = |strip: &Strip| unsafe {
+        let plane = plane.add(strip.at as usize);
+        match past_caches && strip.run_bytes >= LEAST_PAST_BYTES {
+            true => copy_runs(strip, plane, |tensor, part, run| {
+                write_past_caches(part, tensor, run);
+            }),
+            false => copy_strip::<false>(strip, plane),
         }
+    };
+    if !sum {
+        strips.for_each(|strip| copy(&strip));
+        fence_writes();
         return None;
     }
     let mut summer = Summer::default();
@@ -73,13 +87,17 @@ pub unsafe fn scatter(span: &Span<'_>, plane: *const u8, sum: bool) -> Option<u6
             summer.block(block);
             at += left;
             while let Some(strip) = strips.up_to(left) {
-                copy_strip::<false>(&strip, plane.add(strip.at as usize));
+                copy(&strip);
                 left -= strip.bytes();
             }
         }
     }
+    fence_writes();
     Some(summer.finish())
 }
+
+/// Shorter runs are copied through the caches.
+const LEAST_PAST_BYTES: u64 = 1024;
 
 #[repr(align(64))]
 struct Block(MaybeUninit<[u8; BLOCK_BYTES]>);
@@ -104,23 +122,25 @@ pub unsafe fn copy_strip<const IN: bool>(strip: &Strip, plane: *mut u8) {
             64 => copy_fixed::<IN, 64>(strip, plane),
             128 => copy_fixed::<IN, 128>(strip, plane),
             256 => copy_fixed::<IN, 256>(strip, plane),
-            _ => copy_any::<IN>(strip, plane),
+            _ => copy_runs(strip, plane, |tensor, part, run| {
+                let (from, to) = if IN { (tensor, part) } else { (part, tensor) };
+                std::ptr::copy_nonoverlapping(from, to, run);
+            }),
         }
     }
 }
 
+/// Calls `copy` for each run: with its address in the tensor and in the plane, and its length.
+///
 /// # Safety
 /// As for [`copy_strip`].
-unsafe fn copy_any<const IN: bool>(strip: &Strip, plane: *mut u8) {
+#[inline]
+unsafe fn copy_runs(strip: &Strip, plane: *mut u8, copy: impl Fn(*mut u8, *mut u8, usize)) {
     let run = strip.run_bytes as usize;
     let mut address = strip.address;
     for at in (0..strip.bytes() as usize).step_by(run) {
         // SAFETY: the caller's promise.
-        unsafe {
-            let (tensor, plane_part) = (pointer_at(address), plane.add(at));
-            let (from, to) = if IN { (tensor, plane_part) } else { (plane_part, tensor) };
-            std::ptr::copy_nonoverlapping(from, to, run);
-        }
+        copy(pointer_at(address), unsafe { plane.add(at) }, run);
         address = address.wrapping_add(strip.stride_bytes);
     }
 }
@@ -156,11 +176,15 @@ pub fn pointer_at(address: u64) -> *mut u8 {
 #[cfg(target_arch = "x86_64")]
 unsafe fn write_past_caches(from: *const u8, to: *mut u8, bytes: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-    if to as usize % 64 != 0 || bytes % 64 != 0 {
-        // SAFETY: the caller's promise.
-        return unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+    // Bytes before the target's first whole cache line, and the end of the last one.
+    let start = to.align_offset(64).min(bytes);
+    let end = start + (bytes - start) / 64 * 64;
+    // SAFETY: the caller's promise.
+    unsafe {
+        std::ptr::copy_nonoverlapping(from, to, start);
+        std::ptr::copy_nonoverlapping(from.add(end), to.add(end), bytes - end);
     }
-    for at in (0..bytes).step_by(64) {
+    for at in (start..end).step_by(64) {
         // SAFETY: one cache line of both ranges; the target is aligned for these stores.
         unsafe {
             let from = from.add(at).cast::<__m128i>();

@@ -261,6 +261,7 @@ pub(super) fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<
     let address = item.address as *mut u8;
     let mut copy = Copy::new(&plane.view(), item.first, item.tokens, address, item.direction)?;
     (copy.memory, copy.plane_memory) = (plane.memory, item.memory);
+    copy.past_caches = item.past_caches;
     Ok(copy)
 }
 

@@ -73,6 +73,8 @@ pub struct CopyItem {
     pub job: usize,
     /// Direction.
     pub direction: Direction,
+    /// The target is not read soon.
+    pub past_caches: bool,
     /// Checksum of the plane, if the device tier has it.
     pub sum: Option<u64>,
 }

@@ -147,6 +147,7 @@ impl StoreState {
                 memory: Memory::Host,
                 job: batch.jobs.len(),
                 direction,
+                past_caches: transfer.is_past_caches(planes.bytes()),
                 sum: None,
             };
             if planes.k_bytes > 0 {

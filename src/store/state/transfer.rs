@@ -77,6 +77,8 @@ impl Level {
 
 /// Most jobs of one transfer in flight.
 const WINDOW: u32 = 1024;
+/// Bytes of a get, or of a layer that completes by itself, that exceed the caches.
+const LONG_GET_BYTES: u64 = 32 << 20;
 /// Most chunks of one transfer.
 pub const MAX_TRANSFER_CHUNKS: usize = 1 << 22;
 
@@ -245,6 +247,15 @@ impl Transfer {
     /// Direction of its copies.
     pub(super) fn direction(&self) -> Direction {
         if self.spec.kind == TransferKind::Put { Direction::Gather } else { Direction::Scatter }
+    }
+
+    /// Whether its copies write around the caches: stored KV is rarely read soon, and the rest of a
+    /// long get evicts the first cells before the engine reads them. Its cells have about `bytes`
+    /// bytes.
+    pub(super) fn is_past_caches(&self, bytes: u64) -> bool {
+        let layers = if self.spec.by_layer { 1 } else { self.spec.layers as u64 };
+        let cells = self.spec.slots.len() as u64 * layers;
+        self.spec.kind == TransferKind::Put || cells.saturating_mul(bytes) >= LONG_GET_BYTES
     }
 
     /// Whether no cell has failed so far.
@@ -1400,6 +1411,7 @@ impl StoreState {
         let before = |plane_bytes: u64| plane_bytes / all.max(1) * u64::from(copied);
         let (views, job) = (batch.add_views(&one.spec.views), batch.jobs.len());
         let (memory, direction) = (side.memory, one.direction());
+        let past_caches = one.is_past_caches(planes.bytes());
         let mut add = |is_v: bool, offset: u64| {
             let address = side.address.wrapping_add(offset as usize);
             let sum = side.sums.map(|sums| sums[usize::from(is_v)]);
@@ -1413,6 +1425,7 @@ impl StoreState {
                 memory,
                 job,
                 direction,
+                past_caches,
                 sum,
             };
             batch.items.push(item);
