@@ -1,6 +1,7 @@
 //! An open store: the state machine behind one lock, worker threads that execute its work, and ops
 //! that notify callers of completion.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use smallvec::SmallVec;
@@ -1362,9 +1363,11 @@ impl Inner {
     /// Main function of a worker.
     fn serve(&self, workers: WorkerKind, stream: Stream, tools: &Tools) {
         let mut idle_ns = IDLE_POLL_NS;
+        let mut copies = VecDeque::new();
         let mut state = self.state.lock();
         while !state.stop && !state.broken {
-            let Some(work) = state.core.take(workers) else {
+            let next = copies.pop_front().or_else(|| state.core.take(workers));
+            let Some(work) = next else {
                 let completions = self.collect_completions(&mut state);
                 if !completions.is_empty() {
                     drop(state);
@@ -1391,7 +1394,7 @@ impl Inner {
                 }
                 (mut work, _) => {
                     let outcome = self.carry_out(&mut work, stream, tools);
-                    outcome.map(|outcome| self.work_ends(work, outcome, began_ns))
+                    outcome.map(|outcome| self.work_ends(work, outcome, began_ns, &mut copies))
                 }
             };
             let Ok(guard) = ended else {
@@ -1435,7 +1438,7 @@ impl Inner {
             _ => Ok(()),
         });
         match copied {
-            Ok(outcome) => drop(self.work_ends(work, outcome, began_ns)),
+            Ok(outcome) => drop(self.work_ends(work, outcome, began_ns, &mut VecDeque::new())),
             Err(text) => {
                 self.runtime.poison(&text);
                 self.state.lock().broken = true;
@@ -1445,12 +1448,27 @@ impl Inner {
     }
 
     /// Hands the outcome of work to the core. The core seems idle until its next work is taken, so
-    /// a worker that goes on keeps the lock where no caller waits for a completion.
-    fn work_ends(&self, work: Work, outcome: Result<()>, began_ns: u64) -> Guard<'_, Guarded> {
+    /// a worker that goes on keeps the lock where no caller waits for a completion. A fetch worker
+    /// gets as many bytes of copies as it has fetched: its processor's caches have them, and no
+    /// other thread need be woken.
+    fn work_ends(
+        &self,
+        work: Work,
+        outcome: Result<()>,
+        began_ns: u64,
+        copies: &mut VecDeque<Work>,
+    ) -> Guard<'_, Guarded> {
         let now_ns = self.runtime.clock().now_ns();
+        let mut fetched_bytes = work.fetched_bytes();
         let mut state = self.state.lock();
         state.core.tick(now_ns);
         state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
+        while fetched_bytes > 0
+            && let Some(copy) = state.core.take(WorkerKind::Copy)
+        {
+            fetched_bytes = fetched_bytes.saturating_sub(copy.copied_bytes().max(1));
+            copies.push_back(copy);
+        }
         let completions = self.collect_completions(&mut state);
         if !completions.is_empty() {
             drop(state);
@@ -1471,7 +1489,8 @@ impl Inner {
             if let Some((mut batch, began_ns)) = reads.coded {
                 // SAFETY: as above.
                 unsafe { read_and_decode(&mut batch, disk) };
-                drop(self.work_ends(Work::Reads(batch), Ok(()), began_ns));
+                let work = Work::Reads(batch);
+                drop(self.work_ends(work, Ok(()), began_ns, &mut VecDeque::new()));
             }
         });
         caught.map_err(|text| self.runtime.poison(&text))
@@ -1575,7 +1594,8 @@ impl ReadFeed for Reads<'_> {
         let Some(at) = self.open.iter().position(|(open, ..)| *open == number) else { return };
         let (_, mut batch, began_ns) = self.open.remove(at);
         batch.gets = gets;
-        drop(self.inner.work_ends(Work::Reads(batch), Ok(()), began_ns));
+        let work = Work::Reads(batch);
+        drop(self.inner.work_ends(work, Ok(()), began_ns, &mut VecDeque::new()));
     }
 }
 

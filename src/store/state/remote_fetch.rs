@@ -8,6 +8,7 @@ use crate::base::status::Status;
 use crate::base::sync::Arc;
 use crate::format::record;
 use crate::meta::chunks::{Arrival, Begin, Cell, Location};
+use crate::store::job_queues::LANES;
 use crate::store::plan;
 use crate::store::state::batches::Load;
 use crate::store::state::batches::WorkerKind;
@@ -28,6 +29,8 @@ use crate::tier::remote::{Name, RemoteError};
 /// gain little, and their first cells wait for the last.
 const BATCH_DELAYS: f64 = 8.0;
 const LEAST_BATCH_BYTES: u64 = 1 << 20;
+/// Batches that queued fetches are divided into: all workers have a part.
+const FETCH_BATCHES: u64 = 8;
 
 /// An object that jobs wait for. One of them is in the queue for all.
 #[derive(Default)]
@@ -207,7 +210,9 @@ impl StoreState {
             false => remote.breaker.admit(Direction::Read, self.now_ns),
         };
         let most = if permit == Permit::Allow { remote.config.batch } else { 1 };
+        let queued_bytes: u64 = (0..LANES).map(|lane| remote.fetch.queue.waiting(lane).1).sum();
         let most_bytes = remote.fetch.bandwidth.bytes_in(BATCH_DELAYS);
+        let most_bytes = most_bytes.min(queued_bytes / FETCH_BATCHES);
         let most_bytes = most_bytes.max(LEAST_BATCH_BYTES).min(self.config.batch_bytes);
         let timeout_ns = remote.config.timeout_ns;
         let probes = permit == Permit::Probe;

@@ -60,6 +60,16 @@ impl Work {
         }
     }
 
+    /// Bytes that it fetches from the remote.
+    pub fn fetched_bytes(&self) -> u64 {
+        if let Work::Fetches(batch) = self { batch.bytes() } else { 0 }
+    }
+
+    /// Bytes that it copies.
+    pub fn copied_bytes(&self) -> u64 {
+        if let Work::Copies(batch) = self { batch.load.bytes } else { 0 }
+    }
+
     /// Whether it writes a checkpoint.
     pub(super) fn is_checkpoint(&self) -> bool {
         matches!(self, Work::Upkeep(Upkeep::Checkpoint(_)))
