@@ -99,7 +99,7 @@ impl Evictor {
         by: &'static str,
         out: &mut Vec<Victim>,
     ) -> Outcome {
-        let mut ahead = None;
+        let (mut ahead, policy) = (None, registry::number(by));
         for i in 0..self.chosen.len() {
             if i % AHEAD == 0 && self.chosen.len() > 1 {
                 self.prefetch_chosen(i);
@@ -109,7 +109,7 @@ impl Evictor {
             let (id, units) = (node.id, node.units);
             ahead = Some(node.prev);
             out.push(Victim { id, units: u64::from(units) });
-            self.note_eviction(slot, by, now);
+            self.note_eviction(slot, policy, now);
             self.policy.remove(&mut self.objects, slot, true, now);
             self.objects.remove(slot);
         }
@@ -231,8 +231,8 @@ impl Evictor {
         self.policy.put_back(&mut self.objects, slot, now);
     }
 
-    /// Counts and logs an eviction, and remembers the id.
-    pub(super) fn note_eviction(&mut self, slot: Slot, by: &'static str, now: i64) {
+    /// Counts and logs an eviction by a policy of the registry, and remembers the id.
+    pub(super) fn note_eviction(&mut self, slot: Slot, by: u32, now: i64) {
         let node = self.objects.node(slot);
         let (id, units) = (node.id, node.units);
         if self.log.is_on() {
@@ -245,7 +245,7 @@ impl Evictor {
         self.metrics.counts.evicted_units += u64::from(units);
     }
 
-    fn log_eviction(&mut self, slot: Slot, by: &'static str, now: i64) {
+    fn log_eviction(&mut self, slot: Slot, by: u32, now: i64) {
         let node = *self.objects.node(slot);
         let session = self.objects.sessions.of(node.session);
         self.log.add(Entry {
@@ -258,7 +258,7 @@ impl Evictor {
             units: node.units,
             hits: u32::from(node.hits),
             queue: u32::from(node.tag),
-            policy: registry::number(by),
+            policy: by,
             ..Entry::default()
         });
     }

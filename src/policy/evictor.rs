@@ -305,11 +305,22 @@ impl Evictor {
         self.restoring_clock(|this| this.insert_all(now, context, new))
     }
 
+    /// The same, with a reference to each object.
+    pub fn insert_held(
+        &mut self,
+        now: i64,
+        context: &RequestContext,
+        new: &[NewObject],
+    ) -> Result<()> {
+        self.insert(now, context, new)?;
+        self.slots.iter().try_for_each(|&slot| self.objects.acquire(slot))
+    }
+
     fn insert_all(&mut self, now: i64, context: &RequestContext, new: &[NewObject]) -> Result<()> {
         let stamp = self.begin(now, new.len())?;
         self.slots.clear();
         for object in new {
-            match self.enter(object) {
+            match self.enter_next(object) {
                 Ok(slot) => self.slots.push(slot),
                 Err(error) => {
                     let entered = self.slots.iter().rev();
@@ -357,6 +368,16 @@ impl Evictor {
                 slot
             }
             None => self.note_session(self.last_ns, context),
+        }
+    }
+
+    /// Adds the next object of a batch to the table. On a path, its parent was added just before.
+    fn enter_next(&mut self, new: &NewObject) -> Result<Slot> {
+        match self.slots.last() {
+            Some(&above) if new.parent == Some(self.objects.node(above).id) => {
+                self.objects.insert(new.id, above, new.units, &new.facts)
+            }
+            _ => self.enter(new),
         }
     }
 

@@ -7,6 +7,7 @@ use crate::meta::objects::{Facts, MAX_UNITS};
 use crate::meta::sessions::Sessions;
 use crate::policy::Hint;
 use crate::policy::evictor::{Evictor, RequestContext};
+use crate::policy::registry;
 
 impl Evictor {
     /// Removes objects that their owner gave up, pinned or not; all or none. Children must be
@@ -101,7 +102,7 @@ impl Evictor {
                 }
                 let parent = node.parent;
                 if evicted {
-                    let by = self.policy.decided_by();
+                    let by = registry::number(self.policy.decided_by());
                     self.note_eviction(at, by, now);
                 }
                 self.take_out(at, evicted, now);
