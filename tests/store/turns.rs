@@ -96,6 +96,27 @@ fn small_get_runs_between_parts_of_a_large_put() {
 }
 
 #[test]
+fn small_cells_of_several_chunks_are_one_job() {
+    let store = in_memory(1 << 20);
+    // Five full chunks and a partial one. A batch of 64 KiB has jobs of up to 16 KiB.
+    let tokens = document(1, 86);
+    let session = session(&store, 1, &SMALL, &tokens);
+    let from = Engine::computed(SMALL, Shape::Tokens, &marks_of(1, &tokens));
+    let mut to = Engine::new(SMALL, Shape::Heads, tokens.len());
+    for (kind, engine) in [(TransferKind::Put, &from), (TransferKind::Get, &to)] {
+        submit(&store, session, kind, engine);
+        let work = store.with(|state| state.take(WorkerKind::Copy)).expect("copies");
+        let Work::Copies(batch) = &work else { panic!("no copies") };
+        let cells = parts(batch);
+        assert_eq!(cells, [(16, 0), (16, 0), (16, 0), (16, 0), (16, 0), (6, 0)]);
+        assert!(batch.jobs().count() < cells.len(), "a job has several cells");
+        store.run(work);
+        copy_all(&store);
+    }
+    to.check(&marks_of(1, &tokens), 0..86, 0..1);
+}
+
+#[test]
 fn put_cancelled_between_parts_stores_nothing() {
     let store = in_memory(64 << 20);
     let many = document(2, 1024);

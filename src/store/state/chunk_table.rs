@@ -152,11 +152,20 @@ impl ChunkTable {
 
     /// Planes of a cell.
     pub fn planes(&self, cell: Cell) -> Planes {
-        let tokens = self.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens());
-        match self.layout.group(cell.layer) {
+        self.planes_of(cell.layer, self.valid_tokens(cell.chunk))
+    }
+
+    /// Planes of a layer's cell of so many tokens.
+    pub(super) fn planes_of(&self, layer: usize, tokens: u32) -> Planes {
+        match self.layout.group(layer) {
             Some(group) => group.planes(tokens),
             None => Planes { k_bytes: 0, v_bytes: 0 },
         }
+    }
+
+    /// Tokens of a chunk.
+    pub(super) fn valid_tokens(&self, slot: Slot) -> u32 {
+        self.chunks.chunk(slot).map_or(0, |row| row.valid_tokens())
     }
 
     /// Whether the cells of a layer are states: one row, whatever the number of tokens.
@@ -169,7 +178,7 @@ impl ChunkTable {
         if self.is_state(cell.layer) {
             return 1;
         }
-        self.chunks.chunk(cell.chunk).map_or(0, |row| row.valid_tokens())
+        self.valid_tokens(cell.chunk)
     }
 
     /// Bytes of a layer's cell of a full chunk.

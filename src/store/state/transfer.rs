@@ -1,6 +1,6 @@
 //! Transfers: layers × tokens of a session, moved into or out of the store cell by cell.
 //!
-//! A job is one cell of one transfer, or a run of cells of one chunk. Its states ([`Step`]):
+//! A job is one cell of one transfer, or a run of cells that follow each other. Its states ([`Step`]):
 //!
 //! ```text
 //!                       .-- no host memory -----> WaitsForMemory -----------.
@@ -238,10 +238,15 @@ impl Transfer {
         // check_transfer() keeps the product below 2^32; a division of 32 bits is faster.
         let (at, chunks, layers) =
             (at as u32, self.spec.slots.len() as u32, self.spec.layers as u32);
-        match self.spec.by_layer || self.spec.kind == TransferKind::Prefetch {
+        match self.is_by_layer() {
             true => ((at % chunks) as usize, (at / chunks) as usize),
             false => ((at / layers) as usize, (at % layers) as usize),
         }
+    }
+
+    /// Whether its cells begin layer by layer; else chunk by chunk.
+    pub(super) fn is_by_layer(&self) -> bool {
+        self.spec.by_layer || self.spec.kind == TransferKind::Prefetch
     }
 
     /// Direction of its copies.
@@ -316,6 +321,8 @@ pub(super) struct Transfers {
     pub(super) finished: Vec<Finished>,
     /// Buffer for pieces of host memory.
     pub(super) pieces: Vec<u32>,
+    /// Buffer for the owners of such pieces.
+    pub(super) owners: Vec<u64>,
 }
 
 impl Transfers {
@@ -332,6 +339,7 @@ impl Transfers {
             cell_waiters: BTreeMap::new(),
             finished: Vec::new(),
             pieces: Vec::new(),
+            owners: Vec::new(),
         }
     }
 
@@ -570,7 +578,7 @@ impl StoreState {
         }
     }
 
-    /// Counts the outcome of a job: so many cells of one chunk, from the cell `at` on.
+    /// Counts the outcome of a job: so many cells from the cell `at` on.
     pub(super) fn count(
         &mut self,
         number: u32,
@@ -768,7 +776,7 @@ pub struct Job {
     pub(super) copied: u32,
     /// Tokens of the part that is being copied.
     pub(super) part: u32,
-    /// Layers of a run: the job copies the cells of so many layers from `cell` on; see
+    /// Cells of a run: the job copies so many cells of its transfer from `cell` on; see
     /// [`StoreState::begin_run`]. 0: one cell, which is routed by its residency.
     pub(super) run: u16,
     /// Rows of each of its cells: tokens, or 1 for a state.

@@ -227,33 +227,26 @@ impl HostTier {
         Ok(Piece::new(number, index))
     }
 
-    /// Allocates up to `count` pieces of at least `bytes` bytes: fewer when memory runs out. Appends
-    /// them to `out`; `owner` yields the owner of each by its number.
-    pub fn alloc_many(
-        &mut self,
-        bytes: u64,
-        count: usize,
-        owner: impl Fn(usize) -> u64,
-        out: &mut Vec<u32>,
-    ) {
-        let mut taken = 0;
-        while taken < count {
+    /// Allocates a piece of at least `bytes` bytes for each of `owners`: fewer when memory runs out.
+    /// Appends them to `out`.
+    pub fn alloc_many(&mut self, bytes: u64, owners: &[u64], out: &mut Vec<u32>) {
+        let mut owners = owners.iter();
+        while let Some(&owner) = owners.next() {
             // The first piece of a slab is taken as a single one is.
-            let Ok(piece) = self.alloc_for(bytes, owner(taken)) else { return };
+            let Ok(piece) = self.alloc_for(bytes, owner) else { return };
             out.push(piece.0);
-            taken += 1;
             let number = piece.slab();
             let Some((entry, _)) = self.table.get(number) else { return };
             let class = entry.class;
             let Some(slab) = self.table.get_mut(number) else { return };
-            let before = taken;
-            while taken < count
-                && let Some(index) = slab.take(owner(taken))
-            {
+            let free = (slab.pieces() - slab.live()) as usize;
+            let mut more = 0;
+            for &owner in owners.by_ref().take(free) {
+                let Some(index) = slab.take(owner) else { break };
                 out.push(Piece::new(number, index).0);
-                taken += 1;
+                more += 1;
             }
-            let (more, is_full) = ((taken - before) as u64, slab.live() == slab.pieces());
+            let is_full = slab.live() == slab.pieces();
             self.live_pieces += more;
             self.live_bytes += more * slab.piece_bytes();
             if more > 0 && is_full {
