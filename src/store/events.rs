@@ -55,6 +55,8 @@ pub const MAX_EVENTS: usize = 1 << 22;
 pub struct Events {
     ring: Zeroed<Event>,
     next: u64,
+    /// Place of the next event.
+    at: usize,
 }
 
 impl Events {
@@ -63,7 +65,7 @@ impl Events {
         if events > MAX_EVENTS {
             fail!(Limit, "events={events}: at most {MAX_EVENTS} are kept");
         }
-        Ok(Events { ring: Zeroed::new(events)?, next: 0 })
+        Ok(Events { ring: Zeroed::new(events)?, next: 0, at: 0 })
     }
 
     /// Number of the next event.
@@ -74,9 +76,9 @@ impl Events {
     /// Adds an event, which `make` builds with its number. A ring without entries only counts.
     #[inline]
     pub fn add(&mut self, make: impl FnOnce(u64) -> Event) {
-        if !self.ring.is_empty() {
-            let at = self.next % self.ring.len() as u64;
-            self.ring[at as usize] = make(self.next);
+        if let Some(place) = self.ring.get_mut(self.at) {
+            *place = make(self.next);
+            self.at = if self.at + 1 == self.ring.len() { 0 } else { self.at + 1 };
         }
         self.next += 1;
     }

@@ -206,6 +206,16 @@ impl Chunks {
         Some(&self.keys[slot as usize].0)
     }
 
+    /// The row of a chunk, its key, and that of its parent if it is known.
+    pub fn named(&self, slot: Slot) -> Option<(&Chunk, &Key, Option<&Key>)> {
+        let row = self.chunk(slot)?;
+        let above = match self.chunk_of(row.parent, row.parent_generation) {
+            Some(_) => Some(&self.keys[row.parent as usize].0),
+            None => self.orphans.above(slot),
+        };
+        Some((row, &self.keys[slot as usize].0, above))
+    }
+
     /// The row of a chunk, if the slot still has this generation.
     #[inline]
     pub fn chunk_of(&self, slot: Slot, generation: u32) -> Option<&Chunk> {

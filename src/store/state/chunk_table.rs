@@ -150,6 +150,16 @@ impl ChunkTable {
         self.notes[slot as usize] &= !notes;
     }
 
+    /// Forgets what is noted of a chunk whose row is removed.
+    pub(super) fn forget(&mut self, slot: Slot) {
+        self.notes[slot as usize] = 0;
+        self.uses[slot as usize] = 0;
+        // Does not touch pages of a store whose policies do not choose sessions.
+        if self.users[slot as usize] != 0 {
+            self.users[slot as usize] = 0;
+        }
+    }
+
     /// Planes of a cell.
     pub fn planes(&self, cell: Cell) -> Planes {
         self.planes_of(cell.layer, self.valid_tokens(cell.chunk))

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::budget::{ALL_TIERS, Tier};
 use crate::base::status::Result;
-use crate::meta::chunks::{Cell, Chunk, Chunks, Dropped, Pin};
+use crate::meta::chunks::{Cell, Chunk, Chunks, Dropped, Location, Pin};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Facts;
 use crate::policy::Hint;
@@ -26,6 +26,7 @@ use crate::store::state::transfer::TransferKind;
 use crate::store::state::{
     At, ChunkTable, DEVICE, DEVICE_MASK, DISK, HOST, HOST_MASK, Namespaces, StoreState, Write,
 };
+use crate::tier::host::Piece;
 
 // ---------- policy objects
 //
@@ -185,8 +186,10 @@ impl StoreState {
         self.eviction.ids = reusable(ids);
     }
 
-    /// Inserts the chunks that a transfer brings into memory.
+    /// Inserts the chunks that a transfer brings into memory. The transfer references them.
     fn notify_chunks(&mut self, number: u32, slots: &[Slot]) {
+        let held = self.is_last(Tier::Host);
+        let notes = note::IN_HOST | if held { note::HELD } else { 0 };
         let spec = &self.transfers.table[number].spec;
         let (request, kind, table) = (spec.context, spec.kind, spec.table);
         let rows = &mut self.tables[table as usize];
@@ -194,20 +197,20 @@ impl StoreState {
         new.clear();
         for &slot in slots {
             if arrives_in_host(rows, slot, kind) && !rows.has(slot, note::IN_HOST) {
-                rows.set(slot, note::IN_HOST);
+                rows.set(slot, notes);
                 new.push(new_object(&self.namespaces, rows, slot));
             }
         }
-        if new.is_empty() || self.eviction.host.insert(self.now_ns, &request, &new) {
+        let now_ns = self.now_ns;
+        if new.is_empty() || self.eviction.host.insert_as(now_ns, &request, &new, held) {
             self.eviction.new = reusable(new);
-            slots.iter().for_each(|&slot| self.note_held(table, slot));
             return;
         }
         // The policy is full. Each chunk is inserted when its cells have arrived.
         let rows = &mut self.tables[table as usize];
         for one in &new {
             if let Some(slot) = rows.chunks.find_id(one.id) {
-                rows.clear(slot, note::IN_HOST);
+                rows.clear(slot, notes);
             }
         }
         self.eviction.new = reusable(new);
@@ -339,16 +342,18 @@ impl StoreState {
     /// remains after an eviction. A remainder belongs to no session.
     pub(super) fn enter_cache(&mut self, at: At, tier: Tier, part: Part) {
         let rows = &self.tables[at.table as usize];
-        let priority = Some(rows.classes[at.slot as usize].min(2));
-        let request = RequestContext { priority, ..RequestContext::default() };
         let Some(cache) =
             cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
         else {
             return;
         };
+        if cache.granularity != Granularity::Cell && rows.has(at.slot, flag_of(tier)) {
+            return;
+        }
+        let priority = Some(rows.classes[at.slot as usize].min(2));
+        let request = RequestContext { priority, ..RequestContext::default() };
         let entered = match cache.granularity {
             Granularity::Cell => return self.enter_part(at, tier, part, &request),
-            _ if rows.has(at.slot, flag_of(tier)) => return,
             Granularity::Chunk => {
                 cache.insert(self.now_ns, &request, &[new_object(&self.namespaces, rows, at.slot)])
             }
@@ -631,7 +636,8 @@ impl StoreState {
         let rows = &self.tables[table as usize];
         let Some(row) = rows.chunks.chunk(slot) else { return };
         let is_held = row.refs() > 0 || row.pin().is_some();
-        if is_held != rows.has(slot, note::HELD) {
+        let known = if self.eviction.disk.is_some() { note::IN_DISK } else { note::IN_HOST };
+        if rows.has(slot, known) && is_held != rows.has(slot, note::HELD) {
             self.notify_held(table, slot, is_held);
         }
     }
@@ -917,6 +923,9 @@ impl StoreState {
             }
         }
         if self.disk.is_none() {
+            if part == Part::All && self.evict_row(at) {
+                return true;
+            }
             self.upload_victim(at);
             return self.drop_from_host(at, part);
         }
@@ -949,6 +958,37 @@ impl StoreState {
             return true;
         }
         self.drop_from_host(at, part) || freed > 0
+    }
+
+    /// Evicts a chunk and its row, if host memory is the only tier and nothing uses the chunk. The
+    /// policy has forgotten it. Returns whether memory was freed.
+    fn evict_row(&mut self, at: At) -> bool {
+        if self.replicas.is_some() || self.remote.is_some() {
+            return false;
+        }
+        let rows = &self.tables[at.table as usize];
+        let Some(row) = rows.chunks.chunk(at.slot) else { return false };
+        let (cells, namespace) = (usize::from(row.cells()[HOST]), row.namespace());
+        if cells == 0 || row.is_blocked() || row.is_moving() {
+            return false;
+        }
+        if cells == rows.layout.layers() {
+            self.publish(Kind::Removed, Tier::Host, at);
+        }
+        let (rows, host) = (&mut self.tables[at.table as usize], &mut self.host);
+        rows.forget(at.slot);
+        let removed = rows.chunks.remove(at.slot, |_, place| {
+            if let Location::Host(piece) = place
+                && let Err(error) = host.free(Piece(piece))
+            {
+                log::error!("internal: a piece of host memory was freed twice: {error}");
+            }
+        });
+        if let Some(above) = self.row_removed(at.table, namespace, removed) {
+            self.tidy(at.table, above);
+        }
+        self.counters.dropped_chunks += 1;
+        true
     }
 
     /// Whether a cell of a part of a chunk is in memory.

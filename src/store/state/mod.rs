@@ -244,18 +244,25 @@ impl StoreState {
                 return;
             }
             self.forget_chunk(at);
-            match self.tables[table as usize].chunks.remove(slot, |_, _| ()) {
-                Ok(above) => {
-                    self.namespaces.row_removed(namespace);
-                    // It has no children any more: it may be a victim now.
-                    above.into_iter().for_each(|above| self.note_held(table, above));
-                    next = above;
-                }
-                Err(error) => log::error!(
-                    "internal: the row of a chunk without cells could not be removed: {error}"
-                ),
-            }
+            let removed = self.tables[table as usize].chunks.remove(slot, |_, _| ());
+            next = self.row_removed(table, namespace, removed);
         }
+    }
+
+    /// Counts a row that was removed. Returns its parent, if that may be removed, too.
+    pub(super) fn row_removed(
+        &mut self,
+        table: u32,
+        namespace: u32,
+        removed: Result<Option<Slot>>,
+    ) -> Option<Slot> {
+        let above = removed
+            .inspect_err(|error| log::error!("internal: a row could not be removed: {error}"))
+            .ok()?;
+        self.namespaces.row_removed(namespace);
+        // It has no children any more: it may be a victim now.
+        above.into_iter().for_each(|above| self.note_held(table, above));
+        above
     }
 
     /// Forgets all that is noted of a chunk.
@@ -266,12 +273,7 @@ impl StoreState {
                 self.remove_from_policy(at, tier);
             }
         }
-        let table = &mut self.tables[at.table as usize];
-        table.notes[at.slot as usize] = 0;
-        table.uses[at.slot as usize] = 0;
-        if table.users[at.slot as usize] != 0 {
-            table.users[at.slot as usize] = 0;
-        }
+        self.tables[at.table as usize].forget(at.slot);
         if self.disk.is_some() {
             self.writeback.unsynced.remove(&at);
             self.cancel_demotion(at);
@@ -280,22 +282,20 @@ impl StoreState {
 
     /// Publishes an event.
     pub(super) fn publish(&mut self, kind: Kind, tier: Tier, at: At) {
-        let table = &self.tables[at.table as usize];
-        let Some(row) = table.chunks.chunk(at.slot) else { return };
-        let namespace = self.namespaces.get(row.namespace() as usize).map(|one| &one.key);
-        self.events.add(|number| {
-            let namespace = namespace.map_or([0; 32], |key| key.0);
-            Event {
-                number,
-                at_ns: self.now_ns,
-                kind: kind as u32,
-                tier: tier as u32,
-                tokens: row.valid_tokens(),
-                position: row.position(),
-                key: table.chunks.key(at.slot).map_or([0; 32], |key| key.0),
-                parent: table.chunks.parent_key(at.slot).map_or(namespace, |key| key.0),
-                namespace,
-            }
+        let Some((row, key, above)) = self.tables[at.table as usize].chunks.named(at.slot) else {
+            return;
+        };
+        let namespace = &self.namespaces[row.namespace() as usize].key;
+        self.events.add(|number| Event {
+            number,
+            at_ns: self.now_ns,
+            kind: kind as u32,
+            tier: tier as u32,
+            tokens: row.valid_tokens(),
+            position: row.position(),
+            key: key.0,
+            parent: above.unwrap_or(namespace).0,
+            namespace: namespace.0,
         });
     }
 

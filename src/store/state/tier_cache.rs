@@ -247,16 +247,39 @@ impl TierCache {
 
     /// Inserts objects. Returns false if the policy has no room for them.
     pub fn insert(&mut self, now_ns: u64, request: &RequestContext, new: &[NewObject]) -> bool {
+        self.insert_as(now_ns, request, new, false)
+    }
+
+    /// Inserts objects that are referenced if `held` says so.
+    pub(super) fn insert_as(
+        &mut self,
+        now_ns: u64,
+        request: &RequestContext,
+        new: &[NewObject],
+        held: bool,
+    ) -> bool {
         let now = self.time(now_ns);
-        let entered = self.evictor.insert(now, request, new);
+        let entered = match held {
+            true => self.evictor.insert_held(now, request, new),
+            false => self.evictor.insert(now, request, new),
+        };
         if let Err(error) = &entered {
             log::debug!("a policy refused {} objects: {error}", new.len());
         }
         if let Some(shadow) = watching(&mut self.shadow, now_ns) {
             shadow.take_in(now, request, new);
         }
+        if entered.is_ok() {
+            return true;
+        }
         // An object that was evicted while others continue it is still known.
-        entered.is_ok() || new.iter().all(|one| self.knows(one.id))
+        let is_known = new.iter().all(|one| self.knows(one.id));
+        if held && is_known {
+            new.iter().for_each(|one| {
+                self.hold(one.id, true);
+            });
+        }
+        is_known
     }
 
     /// Records the place of a cell. Returns whether the policy knows it.
