@@ -327,7 +327,8 @@ pub(super) struct Stages {
     /// Batches in flight, by [`WorkerKind`].
     pub in_flight: [u32; KINDS],
     /// Ended batches of copies, without content: the next ones need not allocate.
-    pub empty_batches: Vec<CopyBatch>,
+    #[allow(clippy::vec_box)] // they move as boxes
+    pub empty_batches: Vec<Box<CopyBatch>>,
 }
 
 /// Most empty batches that are kept: more are seldom in flight at once.
@@ -343,7 +344,7 @@ impl Stages {
     }
 
     /// Keeps the memory of an ended batch.
-    pub fn recycle(&mut self, mut batch: CopyBatch) {
+    pub fn recycle(&mut self, mut batch: Box<CopyBatch>) {
         if self.empty_batches.len() < MOST_EMPTY {
             batch.clear();
             self.empty_batches.push(batch);

@@ -188,7 +188,7 @@ impl Transfer {
         };
         let mut all = SmallVec::new();
         all.try_reserve_exact(parts).map_err(|_| Status::NoMem)?;
-        all.resize(parts, Part { left, bad: u32::MAX, ..Part::default() });
+        all.extend((0..parts).map(|_| Part { left, bad: u32::MAX, ..Part::default() }));
         let mut outcomes = Vec::new();
         if spec.by_chunk {
             outcomes.try_reserve_exact(chunks as usize).map_err(|_| Status::NoMem)?;
@@ -1292,7 +1292,7 @@ impl StoreState {
 
     /// Takes the next copies, up to a batch. Copies from device memory have batches of their own,
     /// since they use another link.
-    pub(super) fn take_copies(&mut self) -> Option<CopyBatch> {
+    pub(super) fn take_copies(&mut self) -> Option<Box<CopyBatch>> {
         let uses_device = self.is_replica_next();
         let mut batch = self.stages.empty_batches.pop().unwrap_or_default();
         batch.uses_device = uses_device;

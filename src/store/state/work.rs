@@ -21,7 +21,7 @@ use crate::tier::host::Registration;
 /// Work for a worker.
 pub enum Work {
     /// Copies.
-    Copies(CopyBatch),
+    Copies(Box<CopyBatch>),
     /// Allocation or release of device memory.
     Slabs(SlabWork),
     /// Host memory to be unregistered from the device.
