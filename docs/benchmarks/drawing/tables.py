@@ -240,14 +240,19 @@ def more_peers(all_subjects):
 
 
 def instructions(all_subjects):
+    """Counts of instructions: a block for each run."""
     subject = all_subjects["store"]
-    run = "count-2026-11-28"
-    results = subject.of(run)
     fields = ("value", "before", "horizon", "locked", "allocations")
-    rows = [[f"`{result['name']}`", *(number(result[field]) if field in result else "" for field in fields)]
-            for result in results]
-    head = ["a cell of", "instructions, lru", "before", "instructions, horizon", "locked operations", "allocations"]
-    return block(subject, [run], grid(head, rows), results)
+    heads = ["instructions, lru", "before", "instructions, horizon", "locked operations", "allocations"]
+    parts = []
+    for run in ("count-2026-11-28", "chunks-2026-11-28"):
+        results = subject.of(run)
+        shown = [(field, head) for field, head in zip(fields, heads) if any(field in result for result in results)]
+        rows = [[f"`{result['name']}`", *(number(result[field]) if field in result else "" for field, _ in shown)]
+                for result in results]
+        head = ["a cell of", *(head for _, head in shown)]
+        parts.append(block(subject, [run], grid(head, rows), results))
+    return "\n\n".join(parts)
 
 
 def summary(all_subjects):
