@@ -170,7 +170,8 @@ fn join(group: &Path) -> Outcome<()> {
 /// Serves requests from the input; prints a failure as an answer.
 pub fn run(args: &Args) -> Outcome<()> {
     if let Err(error) = serve(args) {
-        println!("{}", json!({ "error": error.to_string() }));
+        // A parent that was stopped reads no answer.
+        let _ = writeln!(std::io::stdout(), "{}", json!({ "error": error.to_string() }));
     }
     Ok(())
 }
