@@ -1,5 +1,5 @@
-//! Executes streams and batches of transfers: by io_uring while it works, else piece by piece. Fallbacks are
-//! logged once.
+//! Executes streams and batches of transfers: by io_uring while it works, else piece by piece.
+//! Fallbacks are logged once.
 
 use once_cell::sync::OnceCell;
 

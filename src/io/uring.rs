@@ -1,5 +1,5 @@
-//! Transfers by io_uring: pieces are submitted as their source supplies them, and results handed back
-//! as they arrive. All threads share a few rings; a call takes a free one exclusively.
+//! Transfers by io_uring: pieces are submitted as their source supplies them, and the source
+//! gets results as they arrive. All threads share a few rings; a call takes a free one exclusively.
 //!
 //! When a call returns, none of the caller's memory is in flight. A `Flight` counts the entries
 //! that the kernel has taken from the ring and not returned. Its drop waits until there are none,
@@ -32,7 +32,7 @@ const MAX_TRIES: u32 = 16;
 const SUBMIT_BYTES: u64 = 256 << 10;
 
 /// Limit: bytes in flight on a ring, at which no further piece is begun. Disks reach their rate with
-/// less, and other transfers wait for what is queued. Reads have more rings.
+/// less, and other transfers wait for what is queued. More threads read at once than write.
 fn max_bytes_in_flight(access: Access) -> u64 {
     match access {
         Access::Read => 8 << 20,
@@ -188,10 +188,10 @@ impl Ring {
         open: Open<'_>,
         left: &mut Left,
     ) -> Result<Option<i32>> {
-        let mut flight = Flight::new(self);
+        let mut flight = Flight::new(self, align, open);
         // SAFETY: the caller's promise.
-        let result = unsafe { flight.run(source, align, open, left) };
-        // A ring that failed leaves what was prepared to other methods.
+        let result = unsafe { flight.run(source, left) };
+        // A ring that failed leaves what was prepared to plain calls.
         flight.done.drain(..).for_each(|(key, result)| source.ended(key, result));
         left.extend(flight.ahead.drain(..));
         result
@@ -201,6 +201,8 @@ impl Ring {
 /// Transfers in flight on a ring.
 struct Flight<'a> {
     ring: &'a mut Ring,
+    align: u64,
+    open: Open<'a>,
     /// Entries submitted so far.
     submitted: u64,
     /// Entries returned so far.
@@ -219,9 +221,11 @@ struct Flight<'a> {
 }
 
 impl<'a> Flight<'a> {
-    fn new(ring: &'a mut Ring) -> Flight<'a> {
+    fn new(ring: &'a mut Ring, align: u64, open: Open<'a>) -> Flight<'a> {
         Flight {
             ring,
+            align,
+            open,
             submitted: 0,
             returned: 0,
             refused: None,
@@ -238,19 +242,13 @@ impl<'a> Flight<'a> {
     ///
     /// # Safety
     /// As for [`crate::io::files::Files::stream`].
-    unsafe fn run(
-        &mut self,
-        source: &mut dyn Source,
-        align: u64,
-        open: Open<'_>,
-        left: &mut Left,
-    ) -> Result<Option<i32>> {
+    unsafe fn run(&mut self, source: &mut dyn Source, left: &mut Left) -> Result<Option<i32>> {
         let mut has_ended = false;
         loop {
-            self.collect(align, left)?;
-            self.start_ahead(source, open)?;
+            self.collect(left)?;
+            self.start_ahead(source)?;
             let has_begun = self.prepare(source, &mut has_ended);
-            self.start_ahead(source, open)?;
+            self.start_ahead(source)?;
             let is_idle = !self.done.is_empty() && self.in_kernel() == 0;
             if self.waiting_bytes >= SUBMIT_BYTES || (self.waiting_bytes > 0 && is_idle) {
                 self.enter(0)?;
@@ -270,7 +268,7 @@ impl<'a> Flight<'a> {
         }
     }
 
-    /// Asks the source for a piece if few are prepared. Whether there was one.
+    /// Requests a piece from the source if few are prepared. Whether there was one.
     fn prepare(&mut self, source: &mut dyn Source, has_ended: &mut bool) -> bool {
         let most = self.ring.slots.len();
         if *has_ended || self.ahead_bytes >= MAX_BYTES_AHEAD || self.ahead.len() >= most {
@@ -291,14 +289,14 @@ impl<'a> Flight<'a> {
     }
 
     /// Begins prepared pieces while there is room.
-    fn start_ahead(&mut self, source: &mut dyn Source, open: Open<'_>) -> Result<()> {
+    fn start_ahead(&mut self, source: &mut dyn Source) -> Result<()> {
         while let Some((_, piece)) = self.ahead.front()
             && !self.ring.free.is_empty()
             && self.bytes < max_bytes_in_flight(piece.access)
             && let Some((key, piece)) = self.ahead.pop_front()
         {
             self.ahead_bytes -= piece.bytes();
-            match open(piece.file) {
+            match (self.open)(piece.file) {
                 Ok(file) => self.start(source, key, piece, file)?,
                 Err(error) => source.ended(key, Err(error)),
             }
@@ -378,9 +376,9 @@ impl<'a> Flight<'a> {
     }
 
     /// Takes all returned entries; the source handles their results later.
-    fn collect(&mut self, align: u64, left: &mut Left) -> Result<()> {
+    fn collect(&mut self, left: &mut Left) -> Result<()> {
         while let Some((place, result)) = self.next_return() {
-            match self.settle(place, result, align)? {
+            match self.settle(place, result)? {
                 Settled::Not => {}
                 Settled::Refused(number, key, piece) => {
                     self.refused = self.refused.or(Some(number));
@@ -393,7 +391,8 @@ impl<'a> Flight<'a> {
     }
 
     /// Handles a returned entry, and resubmits the rest if there is any.
-    fn settle(&mut self, place: u32, result: i32, align: u64) -> Result<Settled> {
+    fn settle(&mut self, place: u32, result: i32) -> Result<Settled> {
+        let align = self.align;
         let unknown = || Error::new(Status::State, "the ring returned an unknown entry");
         let slot = self.ring.slots.get_mut(place as usize).ok_or_else(unknown)?;
         slot.tries += 1;
@@ -524,7 +523,7 @@ mod tests {
         let file = file(&scratch);
         for _ in 0..4 {
             let stock = memory(16 << 20);
-            let mut flight = Flight::new(&mut ring);
+            let mut flight = Flight::new(&mut ring, 4096, &NO_FILE);
             for i in 0..16 {
                 let address = stock.range(i << 20, 1 << 20).expect("inside");
                 let piece = Piece::one(FileId(0), Access::Read, i << 20, address, 1 << 20);
@@ -549,7 +548,7 @@ mod tests {
         let scratch = Scratch::new();
         let file = file(&scratch);
         let stock = memory(8192);
-        let mut flight = Flight::new(&mut ring);
+        let mut flight = Flight::new(&mut ring, 4096, &NO_FILE);
         let judged = |flight: &mut Flight, results: &[i32]| {
             let piece = Piece::one(FileId(0), Access::Read, 0, stock.address(), 8192);
             flight.start(&mut Nothing, 7, piece, file.clone()).expect("room");
@@ -559,7 +558,7 @@ mod tests {
                 // Never submitted to the kernel: the results are made up here.
                 let place = (0..4).find(|place| !flight.ring.free.contains(place)).expect("one");
                 *flight.ring.ring = IoUring::new(4).expect("an empty ring");
-                last = flight.settle(place, *result, 4096).expect("sound");
+                last = flight.settle(place, *result).expect("sound");
                 flight.submitted = flight.ring.ring.submission().len() as u64;
             }
             match last {
@@ -582,7 +581,7 @@ mod tests {
         let often = [-libc::EAGAIN; MAX_TRIES as usize];
         assert_eq!(judged(&mut flight, &often), format!("refused {}", libc::EAGAIN));
         assert_eq!(flight.ring.free.len(), 4, "every place is free again");
-        assert!(flight.settle(99, 0, 1).is_err());
+        assert!(flight.settle(99, 0).is_err());
     }
 
     #[test]
@@ -591,18 +590,20 @@ mod tests {
         let taken: Vec<Ring> = std::iter::from_fn(|| rings.take()).collect();
         assert!(taken.len() <= MAX_RINGS && !taken.is_empty());
         let mut left = Left::new();
-        let open = |_| Err(Status::Closed.into());
         // SAFETY: there is no memory in it.
-        let outcome = unsafe { rings.stream(&mut Nothing, 1, &open, &mut left) };
+        let outcome = unsafe { rings.stream(&mut Nothing, 1, &NO_FILE, &mut left) };
         assert!(outcome.failed.is_none() && outcome.refused.is_none() && left.is_empty());
     }
 
-    /// A source that must not be asked.
+    /// These tests start pieces with a file.
+    const NO_FILE: fn(FileId) -> Result<Arc<OpenFile>> = |_| Err(Status::Closed.into());
+
+    /// A source that is not used.
     struct Nothing;
 
     impl Source for Nothing {
         fn next(&mut self) -> Next {
-            panic!("it is not asked")
+            panic!("no piece is requested")
         }
 
         fn ended(&mut self, _: usize, _: Result<()>) {

@@ -1394,7 +1394,8 @@ impl Inner {
                 }
                 (mut work, _) => {
                     let outcome = self.carry_out(&mut work, stream, tools);
-                    outcome.map(|outcome| self.work_ends(work, outcome, began_ns, &mut copies))
+                    outcome
+                        .map(|outcome| self.work_ends(work, outcome, began_ns, Some(&mut copies)))
                 }
             };
             let Ok(guard) = ended else {
@@ -1438,7 +1439,7 @@ impl Inner {
             _ => Ok(()),
         });
         match copied {
-            Ok(outcome) => drop(self.work_ends(work, outcome, began_ns, &mut VecDeque::new())),
+            Ok(outcome) => drop(self.work_ends(work, outcome, began_ns, None)),
             Err(text) => {
                 self.runtime.poison(&text);
                 self.state.lock().broken = true;
@@ -1449,25 +1450,27 @@ impl Inner {
 
     /// Hands the outcome of work to the core. The core seems idle until its next work is taken, so
     /// a worker that goes on keeps the lock where no caller waits for a completion. A fetch worker
-    /// gets as many bytes of copies as it has fetched: its processor's caches have them, and no
-    /// other thread need be woken.
+    /// passes `copies`, and gets as many bytes of copies as it has fetched: its processor's caches
+    /// have them, and no other thread need be woken.
     fn work_ends(
         &self,
         work: Work,
         outcome: Result<()>,
         began_ns: u64,
-        copies: &mut VecDeque<Work>,
+        copies: Option<&mut VecDeque<Work>>,
     ) -> Guard<'_, Guarded> {
         let now_ns = self.runtime.clock().now_ns();
         let mut fetched_bytes = work.fetched_bytes();
         let mut state = self.state.lock();
         state.core.tick(now_ns);
         state.core.done(work, outcome, now_ns.saturating_sub(began_ns));
-        while fetched_bytes > 0
-            && let Some(copy) = state.core.take(WorkerKind::Copy)
-        {
-            fetched_bytes = fetched_bytes.saturating_sub(copy.copied_bytes().max(1));
-            copies.push_back(copy);
+        if let Some(copies) = copies {
+            while fetched_bytes > 0
+                && let Some(copy) = state.core.take(WorkerKind::Copy)
+            {
+                fetched_bytes = fetched_bytes.saturating_sub(copy.copied_bytes().max(1));
+                copies.push_back(copy);
+            }
         }
         let completions = self.collect_completions(&mut state);
         if !completions.is_empty() {
@@ -1490,7 +1493,7 @@ impl Inner {
                 // SAFETY: as above.
                 unsafe { read_and_decode(&mut batch, disk) };
                 let work = Work::Reads(batch);
-                drop(self.work_ends(work, Ok(()), began_ns, &mut VecDeque::new()));
+                drop(self.work_ends(work, Ok(()), began_ns, None));
             }
         });
         caught.map_err(|text| self.runtime.poison(&text))
@@ -1595,7 +1598,7 @@ impl ReadFeed for Reads<'_> {
         let (_, mut batch, began_ns) = self.open.remove(at);
         batch.gets = gets;
         let work = Work::Reads(batch);
-        drop(self.inner.work_ends(work, Ok(()), began_ns, &mut VecDeque::new()));
+        drop(self.inner.work_ends(work, Ok(()), began_ns, None));
     }
 }
 

@@ -71,9 +71,9 @@ impl CellIndex for Owner<'_> {
     }
 }
 
-/// Batches that are supplied one after the other are handed back once, each cell with its result.
+/// Each batch of reads is returned once, and each of its cells has its own result.
 #[test]
-fn batches_of_reads_are_handed_back_once_with_all_results() {
+fn batches_of_reads_are_returned_once_with_all_results() {
     let scratch = Scratch::new("batches");
     let real = RealFiles::open(&scratch.0, &RealOpts::default()).expect("a directory");
     let sim = SimFiles::new(1, SimOpts::default());

@@ -54,8 +54,8 @@ struct Append<'a> {
     /// Records that were begun; their indices are the owners of transfers.
     jobs: Vec<PendingRecord<'a>>,
     cursor: Option<Cursor>,
-    /// Rests of segments to void, the first ones, `queued` in number, queued or in flight. Their owners
-    /// count down from `usize::MAX`.
+    /// Rests of segments to void. The first ones, `queued` in number, are queued or in flight. Their
+    /// owners count down from `usize::MAX`.
     rests: Vec<(Rest, Pinned<'a>)>,
     queued: usize,
 }

@@ -160,7 +160,8 @@ impl Reading<'_> {
         }
     }
 
-    /// Verifies a cell if all of it has arrived, and hands its batch back if that was the last one.
+    /// Verifies a cell if all of it has arrived, and returns its batch to the feed if that was the last
+    /// one.
     fn end_if_through(&mut self, owner: usize) {
         let (at, cell) = self.place(owner);
         let is_begun = self.cursor.is_none_or(|cursor| cursor.owner != owner);
@@ -307,7 +308,7 @@ impl DiskTier {
     /// arrives, so that the disk always has work.
     ///
     /// # Safety
-    /// As for [`DiskTier::read_some`], for each batch from its supply until it is handed back.
+    /// As for [`DiskTier::read_some`], for each batch from [`ReadFeed::next`] to [`ReadFeed::done`].
     pub unsafe fn read_all(&self, feed: &mut dyn ReadFeed) {
         // SAFETY: the caller's guarantee.
         while unsafe { self.read_while_free(feed) } {}
