@@ -182,7 +182,9 @@ void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t co
     const bool jumped = update_tokens(tier, has, tokens, count);
     const bool checkpoint = count >= has.state_saved + tier.checkpoint;
     const bool new_chunk = full_chunks(tier, count) > has.saved && copy_pays_off(tier, has);
-    const bool new_state = tier.shape.has_states() && (state || jumped || checkpoint);
+    // A copy of a whole sequence has the window of its end only.
+    const bool ends_matter = tier.shape.has_states() || (tier.scratch < 0 && tier.shape.has_windows());
+    const bool new_state = ends_matter && (state || jumped || checkpoint);
     if (new_chunk || new_state) {
         save(tier, seq, now_ns() + tier.save_wait_ns, new_state);
     }

@@ -1,0 +1,61 @@
+// What a batch of the program contains, whichever interface it was built with.
+#pragma once
+
+#include "run/engine.hpp"
+
+#include <vector>
+
+namespace kvtier_run {
+
+using tokens_t = std::vector<llama_token>;
+
+struct entry_t {
+    llama_token token = LLAMA_TOKEN_NULL;
+    /// -1 = not set: the engine continues the sequence.
+    llama_pos pos = -1;
+    /// Its logits or embeddings are wanted.
+    bool output = false;
+    std::vector<llama_seq_id> sequences;
+};
+
+struct batch_t {
+    std::vector<entry_t> entries;
+    /// All entries are plain tokens. Others (embeddings, states, marks of a decision head) are never
+    /// dropped or moved.
+    bool plain = true;
+};
+
+batch_t read_batch(const llama_batch &of);
+
+/// Arrays of a batch of plain tokens.
+class batch_arrays {
+public:
+    void add(const entry_t &entry);
+    llama_batch view();
+    size_t size() const { return tokens.size(); }
+
+private:
+    tokens_t tokens;
+    std::vector<llama_pos> positions;
+    std::vector<int32_t> counts;
+    std::vector<std::vector<llama_seq_id>> sequences;
+    std::vector<llama_seq_id *> pointers;
+    std::vector<int8_t> outputs;
+};
+
+#ifdef KVTIER_LLAMA_BATCH_EXT
+/// Copies of the extended batches of the program, which the engine does not let anybody read.
+void record_init(const llama_batch_ext *batch);
+void record_free(const llama_batch_ext *batch);
+void record_clear(const llama_batch_ext *batch);
+/// `at` is what the engine's function returned.
+void record_add(const llama_batch_ext *batch, int32_t at, llama_seq_id sequence, llama_token token, bool embd);
+void record_sequence(const llama_batch_ext *batch, int32_t at, llama_seq_id sequence);
+void record_position(const llama_batch_ext *batch, int32_t at, llama_pos pos);
+void record_output(const llama_batch_ext *batch, int32_t at, bool value);
+void record_special(const llama_batch_ext *batch);
+/// Null = made by nobody that this library saw.
+const batch_t *recorded(const llama_batch_ext *batch);
+#endif
+
+} // namespace kvtier_run

@@ -1,0 +1,301 @@
+// Decodes batches of the program: what the store has is restored in place of being computed.
+#include "run/context.hpp"
+
+#include "run/process.hpp"
+#include "run/settings.hpp"
+#include "tier/tier.hpp"
+
+#include <algorithm>
+
+namespace kvtier_run {
+
+namespace {
+
+/// Fewer tokens than this are faster to decode than to look up.
+constexpr size_t min_restored = 32;
+/// Batches with fewer new tokens are not cut for the sake of recurrent states.
+constexpr size_t min_cut = 64;
+
+constexpr uint32_t special_outputs = special_embeddings | special_layers | special_next;
+constexpr uint32_t special_cells = special_attention | special_warmup;
+
+} // namespace
+
+context_t::context_t(llama_context *of, const llama_context_params &with, uint32_t count)
+    : sequences(count), ctx(of), memory(engine().llama_get_memory(of)), params(with) {}
+
+context_t::~context_t() {
+    close_tiers();
+    report();
+}
+
+context_t::runs_t context_t::runs_of(const batch_t &batch) const {
+    runs_t runs;
+    for (const entry_t &entry : batch.entries) {
+        for (const llama_seq_id seq : entry.sequences) {
+            run_t &run = runs[seq];
+            const auto found = known.find(seq);
+            const size_t before = found == known.end() ? 0 : found->second.program;
+            const bool next = entry.pos < 0 || size_t(entry.pos) == before + run.tokens.size();
+            run.follows = run.follows && next;
+            run.alone = run.alone && entry.sequences.size() == 1;
+            if (!entry.output && run.first_output == run.tokens.size()) {
+                run.first_output++;
+            }
+            run.tokens.push_back(entry.token);
+        }
+    }
+    return runs;
+}
+
+/// Compares what is known of the sequences with what the engine has.
+void context_t::check(const runs_t &runs) {
+    for (const auto &one : runs) {
+        sequence_t &has = known[one.first];
+        const size_t real = size_t(engine().llama_memory_seq_pos_max(memory, one.first) + 1);
+        if (real == 0 && (has.unknown || has.engine != 0)) {
+            reset(one.first);
+        } else if (!has.unknown && real != has.engine) {
+            changed(one.first);
+        }
+    }
+}
+
+/// Makes the engine hold no more of a sequence than the first tokens.
+void context_t::rewind(llama_seq_id seq, size_t tokens) {
+    sequence_t &has = known[seq];
+    if (has.engine <= tokens) {
+        return;
+    }
+    if (engine().llama_memory_seq_rm(memory, seq, llama_pos(tokens), -1)) {
+        has.engine = tokens;
+    } else {
+        // Recurrent states cannot be shortened.
+        engine().llama_memory_seq_rm(memory, seq, -1, -1);
+        has.engine = 0;
+    }
+    has.tokens.resize(std::max(has.engine, has.program));
+}
+
+/// Restores what the store has of the sequence's tokens and those of the batch, up to `limit`.
+void context_t::attach(llama_seq_id seq, const run_t &run, size_t limit) {
+    sequence_t &has = known[seq];
+    kvt_llama_tier_t *tier = current();
+    if (!tier || limit < has.engine + min_restored) {
+        return;
+    }
+    if (tier->sequences[seq].tokens.size() != has.engine) {
+        commit(seq, false);
+    }
+    // An attach leaves the last token of its prompt to decode.
+    tokens_t prompt(has.tokens.begin(), has.tokens.begin() + long(has.program));
+    prompt.insert(prompt.end(), run.tokens.begin(), run.tokens.end());
+    prompt.resize(limit);
+    prompt.push_back(prompt.back());
+    kvt_llama_attached_t out{};
+    const size_t before = has.engine;
+    if (kvt_llama_attach(tier, seq, prompt.data(), prompt.size(), &out, nullptr) != KVT_OK) {
+        return;
+    }
+    has.engine = out.reused_tokens;
+    if (has.engine > has.program) {
+        has.tokens.assign(prompt.begin(), prompt.begin() + long(has.engine));
+    } else {
+        has.tokens.resize(has.program);
+    }
+    reused_tokens += has.engine > before ? has.engine - before : 0;
+}
+
+/// Makes the engine hold as much as possible of what the batch adds to a sequence, and nothing else.
+void context_t::prepare(llama_seq_id seq, const run_t &run, bool restore) {
+    sequence_t &has = known[seq];
+    if (has.unknown) {
+        return;
+    }
+    const size_t limit = has.program + (restore && run.simple() ? run.first_output : 0);
+    size_t same = has.program;
+    while (same < has.engine && same < limit && has.tokens[same] == run.tokens[same - has.program]) {
+        same++;
+    }
+    rewind(seq, same);
+    if (restore && run.simple() && special == 0) {
+        attach(seq, run, limit);
+    }
+}
+
+/// Where a batch is cut, as tokens of the sequence: a recurrent state can be saved only where a batch ends,
+/// and windows forget cells after a batch of the engine.
+std::vector<size_t> context_t::cuts(llama_seq_id seq, const run_t &run) const {
+    std::vector<size_t> out;
+    const kvt_llama_tier_t *tier = current();
+    const sequence_t &has = known.at(seq);
+    const size_t limit = has.program + run.first_output;
+    if (!tier || !run.simple() || has.unknown || limit < has.engine + min_cut) {
+        return out;
+    }
+    const size_t end = has.program + run.tokens.size();
+    // A copy of a whole sequence has the window of its end only.
+    if (tier->shape.has_states() || (tier->shape.has_windows() && tier->scratch < 0)) {
+        for (size_t at = (has.engine / tier->checkpoint + 1) * tier->checkpoint; at <= limit;
+             at += tier->checkpoint) {
+            out.push_back(at);
+        }
+        const size_t last = limit / tier->chunk * tier->chunk;
+        if (last > has.engine && (out.empty() || out.back() < last)) {
+            out.push_back(last);
+        }
+    } else if (tier->shape.has_windows()) {
+        const size_t step = llama_n_ubatch(ctx);
+        for (size_t at = has.engine + step; at <= limit; at += step) {
+            out.push_back(at);
+        }
+    }
+    // The last part ends there anyway.
+    if (!out.empty() && out.back() == end) {
+        out.pop_back();
+    }
+    return out;
+}
+
+/// Decodes tokens of one sequence up to `end`, without outputs, and saves them.
+int32_t context_t::decode_part(llama_seq_id seq, const run_t &run, size_t end) {
+    sequence_t &has = known[seq];
+    while (has.engine < end) {
+        const size_t next = std::min<size_t>(end, has.engine + llama_n_batch(ctx));
+        batch_arrays part;
+        for (size_t at = has.engine; at < next; at++) {
+            const llama_token token = at < has.program ? has.tokens[at] : run.tokens[at - has.program];
+            part.add({token, llama_pos(at), false, {seq}});
+        }
+        if (const int32_t status = engine().llama_decode(ctx, part.view())) {
+            return status;
+        }
+        for (size_t at = std::max(has.tokens.size(), has.program); at < next; at++) {
+            has.tokens.push_back(run.tokens[at - has.program]);
+        }
+        has.engine = next;
+        commit(seq, true);
+    }
+    return 0;
+}
+
+/// Decodes what of a batch is left, in its order.
+int32_t context_t::decode_rest(const batch_t &batch, const runs_t &runs) {
+    batch_arrays rest;
+    std::map<llama_seq_id, size_t> seen;
+    indices.assign(batch.entries.size(), INT32_MAX);
+    indices_changed = true;
+    for (size_t i = 0; i < batch.entries.size(); i++) {
+        entry_t entry = batch.entries[i];
+        const llama_seq_id seq = entry.sequences.front();
+        const sequence_t &has = known[seq];
+        if (runs.at(seq).simple() && !has.unknown) {
+            const size_t at = has.program + seen[seq]++;
+            if (at < has.engine) {
+                continue;
+            }
+            entry.pos = llama_pos(at);
+        }
+        indices[i] = int32_t(rest.size());
+        rest.add(entry);
+    }
+    return rest.size() == 0 ? 0 : engine().llama_decode(ctx, rest.view());
+}
+
+/// Decodes what the program believes to be there and the engine no longer has.
+int32_t context_t::decode_missing(const runs_t &runs) {
+    for (const auto &one : runs) {
+        const sequence_t &has = known[one.first];
+        const int32_t status = has.unknown ? 0 : decode_part(one.first, one.second, has.program);
+        if (status != 0) {
+            return status;
+        }
+    }
+    return 0;
+}
+
+int32_t context_t::decode_in_parts(const batch_t &batch, const runs_t &runs) {
+    for (const auto &one : runs) {
+        for (const size_t end : cuts(one.first, one.second)) {
+            if (const int32_t status = decode_part(one.first, one.second, end)) {
+                return status;
+            }
+        }
+    }
+    return decode_rest(batch, runs);
+}
+
+/// Tells whether the engine can take the batch unchanged.
+bool context_t::as_given(const runs_t &runs) const {
+    for (const auto &one : runs) {
+        const sequence_t &has = known.at(one.first);
+        if (!has.unknown && (has.engine != has.program || !cuts(one.first, one.second).empty())) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/// Records a batch that was decoded, and saves it.
+void context_t::decoded(const batch_t &batch, const runs_t &runs) {
+    for (const auto &one : runs) {
+        sequence_t &has = known[one.first];
+        if (!batch.plain || !one.second.follows || (special & special_cells) != 0) {
+            changed(one.first);
+        }
+        if (has.unknown) {
+            continue;
+        }
+        has.tokens.resize(has.program);
+        has.tokens.insert(has.tokens.end(), one.second.tokens.begin(), one.second.tokens.end());
+        has.program = has.engine = has.tokens.size();
+        decoded_tokens += one.second.tokens.size();
+        commit(one.first, one.second.tokens.size() > 1);
+    }
+}
+
+int32_t context_t::decode(const batch_t *batch, const decode_t &as_it_is) {
+    indices_changed = false;
+    if (!batch) {
+        changed(-1);
+        return as_it_is();
+    }
+    const inside_scope scope;
+    check(runs_of(*batch));
+    // The check may have found sequences empty.
+    const runs_t runs = runs_of(*batch);
+    open_tier();
+    bool in_place = batch->plain;
+    for (const auto &one : runs) {
+        in_place = in_place && (one.second.follows || known[one.first].unknown);
+    }
+    for (const auto &one : runs) {
+        prepare(one.first, one.second, in_place);
+    }
+    int32_t status = decode_missing(runs);
+    if (status == 0) {
+        status = in_place && !as_given(runs) ? decode_in_parts(*batch, runs) : as_it_is();
+    }
+    if (status == 0) {
+        decoded(*batch, runs);
+    }
+    return status;
+}
+
+int32_t context_t::index(int32_t at) const {
+    return indices_changed && at >= 0 && size_t(at) < indices.size() ? indices[size_t(at)] : at;
+}
+
+void context_t::commit(llama_seq_id seq, bool state) {
+    kvt_llama_tier_t *tier = current();
+    const sequence_t &has = known[seq];
+    if (!tier || has.unknown) {
+        return;
+    }
+    kvtier_llama::guarded(nullptr, [&] {
+        kvtier_llama::commit(*tier, seq, has.tokens.data(), has.engine, state);
+        return KVT_OK;
+    });
+}
+
+} // namespace kvtier_run

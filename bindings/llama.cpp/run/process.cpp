@@ -1,0 +1,145 @@
+#include "run/process.hpp"
+
+#include "run/settings.hpp"
+#include "tier/tier.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <mutex>
+#include <unordered_map>
+
+namespace kvtier_run {
+
+namespace {
+
+constexpr uint64_t close_wait_ns = uint64_t(60) * 1000000000;
+
+std::atomic<bool> on{false};
+
+std::mutex store_lock;
+kvt_store_t *the_store = nullptr;
+bool store_tried = false;
+
+/// Never destroyed: the program may end without freeing its contexts, and then the engine is gone first.
+struct contexts_t {
+    std::mutex lock;
+    std::unordered_map<const llama_context *, std::unique_ptr<context_t>> all;
+    std::unordered_map<llama_memory_t, context_t *> by_memory;
+};
+
+contexts_t &contexts() {
+    static auto *const made = new contexts_t;
+    return *made;
+}
+
+/// A child that a fork made has none of the store's threads.
+void after_fork() { on = false; }
+
+/// Why the loaded engine cannot be used; empty = it can.
+std::string obstacle() {
+    if (!engine().missing.empty()) {
+        return "the loaded libllama has no function " + engine().missing + ": use another version of it";
+    }
+    kvt_llama_why_t why{};
+    return kvt_llama_check(&why) == KVT_OK ? "" : why.text;
+}
+
+/// Starts the program again without this library. Returns only if that fails.
+void start_without(char **arguments) {
+    unsetenv("LD_PRELOAD");
+    unsetenv("KVTIER_RUN_STORE");
+    char path[4096];
+    const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
+    if (length > 0) {
+        path[length] = 0;
+        execv(path, arguments);
+    }
+}
+
+/// Programs without libllama, such as a shell that starts the server, are left alone.
+__attribute__((constructor)) void start(int, char **arguments, char **) {
+    if (settings().store.empty() || !engine().llama_decode) {
+        return;
+    }
+    const std::string why = obstacle();
+    if (!why.empty()) {
+        warn(why + "; the program runs without kvtier");
+        // Structs of another version have another size, so its functions must not pass through here.
+        start_without(arguments);
+        return;
+    }
+    pthread_atfork(nullptr, nullptr, after_fork);
+    on = true;
+}
+
+__attribute__((destructor)) void stop() {
+    if (!on) {
+        return;
+    }
+    on = false;
+    // Contexts that the program did not free: the engine may be gone already.
+    for (const auto &one : contexts().all) {
+        one.second->drain();
+    }
+    const uint64_t until = kvtier_llama::now_ns() + close_wait_ns;
+    if (the_store && kvt_store_close(&the_store, until, nullptr) != KVT_OK) {
+        kvt_store_close(&the_store, until, nullptr);
+    }
+}
+
+} // namespace
+
+bool active() { return on.load(std::memory_order_relaxed) && !inside(); }
+
+const kvt_store_t *store() {
+    const std::lock_guard<std::mutex> held(store_lock);
+    if (store_tried) {
+        return the_store;
+    }
+    store_tried = true;
+    const std::string &spec = settings().store;
+    kvt_error_t *error = nullptr;
+    const kvt_status_t status = kvt_open(spec.data(), spec.size(), &the_store, &error);
+    if (status != KVT_OK) {
+        warn(std::string("the store cannot be opened, so the program runs without kvtier: ") +
+             (error ? kvt_error_message(error) : kvt_status_str(status)));
+        kvt_error_free(&error);
+    }
+    return the_store;
+}
+
+void add_context(llama_context *ctx, const llama_context_params &params, uint32_t sequences) {
+    auto made = std::make_unique<context_t>(ctx, params, sequences);
+    const std::lock_guard<std::mutex> held(contexts().lock);
+    contexts().by_memory[engine().llama_get_memory(ctx)] = made.get();
+    contexts().all[ctx] = std::move(made);
+}
+
+void remove_context(llama_context *ctx) {
+    std::unique_ptr<context_t> gone;
+    const std::lock_guard<std::mutex> held(contexts().lock);
+    const auto found = contexts().all.find(ctx);
+    if (found != contexts().all.end()) {
+        // Closing waits for what is being saved, after the lock was released.
+        gone = std::move(found->second);
+        contexts().all.erase(found);
+        contexts().by_memory.erase(engine().llama_get_memory(ctx));
+    }
+}
+
+context_t *find_context(const llama_context *ctx) {
+    const std::lock_guard<std::mutex> held(contexts().lock);
+    const auto found = contexts().all.find(ctx);
+    return found == contexts().all.end() ? nullptr : found->second.get();
+}
+
+context_t *find_context(llama_memory_t memory) {
+    const std::lock_guard<std::mutex> held(contexts().lock);
+    const auto found = contexts().by_memory.find(memory);
+    return found == contexts().by_memory.end() ? nullptr : found->second;
+}
+
+} // namespace kvtier_run
