@@ -11,6 +11,7 @@ mod lab;
 pub mod manual;
 mod plan;
 mod remote;
+mod run;
 mod spec;
 pub mod stream;
 
@@ -103,6 +104,8 @@ enum Command {
         /// Directory, which is created
         dir: PathBuf,
     },
+    /// Run a program of llama.cpp, such as llama-server, with a KV cache that outlives it
+    Run(run::Args),
     /// Compute how many tokens of a model's KV memory, disk and remote hold, and minimum sizes
     Plan(plan::Args),
     #[command(flatten)]
@@ -176,6 +179,7 @@ pub fn main() -> ExitCode {
         Command::Config { file, json } => config::run(&file, json),
         Command::Spec { specs, json } => spec::run(specs, json),
         Command::Man { dir } => manual::write_man(&dir).map_err(Into::into),
+        Command::Run(args) => run::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Control(command) => control::run(command),
         Command::Fsck { dir, json, read_only, most } => {

@@ -9,6 +9,7 @@ mod lab_scale;
 mod manual;
 mod plan;
 mod remote;
+mod run;
 mod s3;
 mod sparse;
 mod stream;
