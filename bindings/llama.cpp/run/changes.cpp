@@ -159,6 +159,12 @@ void context_t::state_given(llama_seq_id seq, const uint8_t *data, size_t bytes,
     reset(seq);
     known[seq].tokens = tokens;
     known[seq].engine = known[seq].program = tokens.size();
+    if (kvt_llama_tier_t *tier = current()) {
+        kvtier_llama::guarded(nullptr, [&] {
+            kvtier_llama::adopt(*tier, seq, tokens);
+            return KVT_OK;
+        });
+    }
 }
 
 llama_pos context_t::last_position(llama_seq_id seq, llama_pos real) const {

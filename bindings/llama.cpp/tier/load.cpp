@@ -385,6 +385,16 @@ void attach(tier_t &tier, request &of) {
 
 } // namespace
 
+void adopt(tier_t &tier, llama_seq_id seq, const tokens_t &tokens) {
+    sequence_t &has = tier.sequences[seq];
+    has = sequence_t{};
+    has.tokens = tokens;
+    // What is still in the store is not copied again; with states and windows the lookup does not tell.
+    const bool plain = !tier.shape.has_states() && !tier.shape.has_windows();
+    has.saved = plain ? full_chunks(tier, tokens.size()) : 0;
+    check_saved(tier, has);
+}
+
 } // namespace kvtier_llama
 
 using namespace kvtier_llama;

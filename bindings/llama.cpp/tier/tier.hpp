@@ -189,6 +189,10 @@ restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t
 /// Appends a blob to what the sequence holds.
 bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uint64_t bytes);
 
+// load.cpp
+/// Records that a sequence holds these tokens, whose KV the caller put there.
+void adopt(tier_t &tier, llama_seq_id seq, const tokens_t &tokens);
+
 // prefill.cpp
 /// Decodes [first, end) of a prompt in batches of at most n_batch; `logits`: those of the last token.
 int decode(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t first, size_t end,
