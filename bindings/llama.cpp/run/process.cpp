@@ -8,8 +8,10 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace kvtier_run {
 
@@ -21,7 +23,15 @@ std::atomic<bool> on{false};
 
 std::mutex store_lock;
 kvt_store_t *the_store = nullptr;
+kvt_runtime_t *the_runtime = nullptr;
 bool store_tried = false;
+
+/// Credentials of a remote, and the variables that have them, as of the tool.
+constexpr const char *credentials[][2] = {
+    {"password", "KVTIER_REMOTE_PASSWORD"},   {"s3.key", "KVTIER_REMOTE_S3_KEY"},
+    {"s3.secret", "KVTIER_REMOTE_S3_SECRET"}, {"s3.token", "KVTIER_REMOTE_S3_TOKEN"},
+    {"seal", "KVTIER_REMOTE_SEAL"},
+};
 
 /// Never destroyed: the program may end without freeing its contexts, and then the engine is gone first.
 struct contexts_t {
@@ -88,6 +98,32 @@ __attribute__((destructor)) void stop() {
     if (the_store && kvt_store_close(&the_store, until, nullptr) != KVT_OK) {
         kvt_store_close(&the_store, until, nullptr);
     }
+    kvt_runtime_close(&the_runtime, until, nullptr, nullptr);
+}
+
+kvt_status_t open_store(const std::string &spec, kvt_error_t **error) {
+    std::vector<kvt_secret_t> secrets;
+    for (const auto &one : credentials) {
+        const char *secret = std::getenv(one[1]);
+        if (secret && secret[0] != 0) {
+            secrets.push_back({one[0], std::strlen(one[0]), secret, std::strlen(secret)});
+        }
+    }
+    // The spec may set the runtime and the budget as well, if there are no credentials.
+    if (secrets.empty()) {
+        return kvt_open(spec.data(), spec.size(), &the_store, error);
+    }
+    const kvt_status_t status = kvt_runtime_open(nullptr, &the_runtime, error);
+    if (status != KVT_OK) {
+        return status;
+    }
+    kvt_store_opts_t opts = KVT_STORE_OPTS_INIT;
+    opts.spec = spec.data();
+    opts.spec_bytes = spec.size();
+    opts.secrets = secrets.data();
+    opts.secret_count = secrets.size();
+    opts.secret_stride_bytes = sizeof secrets[0];
+    return kvt_store_open(the_runtime, nullptr, &opts, &the_store, error);
 }
 
 } // namespace
@@ -100,9 +136,8 @@ const kvt_store_t *store() {
         return the_store;
     }
     store_tried = true;
-    const std::string &spec = settings().store;
     kvt_error_t *error = nullptr;
-    const kvt_status_t status = kvt_open(spec.data(), spec.size(), &the_store, &error);
+    const kvt_status_t status = open_store(settings().store, &error);
     if (status != KVT_OK) {
         warn(std::string("the store cannot be opened, so the program runs without kvtier: ") +
              (error ? kvt_error_message(error) : kvt_status_str(status)));
