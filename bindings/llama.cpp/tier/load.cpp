@@ -9,6 +9,7 @@ namespace {
 
 constexpr uint64_t pending_wait_ns = 2000000000;
 constexpr uint64_t prefetch_wait_ns = 5000000000;
+constexpr uint64_t remote_wait_ns = 500000000;
 
 /// An attach request and what is known about it.
 struct request {
@@ -64,6 +65,8 @@ size_t reusable_length(const tier_t &tier, const request &of) {
 
 struct lookup_result {
     size_t reusable = 0;
+    /// What the remote answered is known as long as this is open.
+    std::unique_ptr<session> asking;
     std::vector<kvt_range_t> ranges;
 };
 
@@ -123,12 +126,29 @@ kvt_lookup_t lookup_once(const tier_t &tier, const request &of, size_t count,
     }
 }
 
+/// Looks the prompt up at the store's remote. A late answer is none.
+std::unique_ptr<session> look_up_remote(const tier_t &tier, const request &of, size_t count) {
+    auto asking = std::make_unique<session>(tier, of.tokens, count);
+    kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
+    until.deadline_ns = now_ns() + remote_wait_ns;
+    kvt_op_t *op = nullptr;
+    if (kvt_session_remote_lookup(asking->handle, &until, &op, nullptr) == KVT_OK) {
+        kvt_op_wait(op, KVT_OP_RELEASED, until.deadline_ns + remote_wait_ns);
+        kvt_op_free(&op);
+    }
+    return asking;
+}
+
 lookup_result lookup(tier_t &tier, const request &of, size_t count) {
     lookup_result out;
     if (count == 0) {
         return out;
     }
     kvt_lookup_t sum = lookup_once(tier, of, count, &out.ranges);
+    if (tier.has_remote && sum.reusable_soon_tokens < count) {
+        out.asking = look_up_remote(tier, of, count);
+        sum = lookup_once(tier, of, count, &out.ranges);
+    }
     if (sum.reusable_soon_tokens > sum.reusable_tokens) {
         drain(tier, now_ns() + pending_wait_ns);
         sum = lookup_once(tier, of, count, &out.ranges);

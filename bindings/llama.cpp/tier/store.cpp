@@ -257,6 +257,9 @@ void open_tier_store(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     kvt_store_stats_t stats = KVT_STORE_STATS_INIT;
     demand(kvt_store_stats(tier.store, &stats), nullptr, "reading the store's statistics");
     tier.has_disk = stats.disk_limit_bytes != 0;
+    kvt_remote_stats_t remote = KVT_REMOTE_STATS_INIT;
+    demand(kvt_store_remote_stats(tier.store, &remote), nullptr, "reading the remote's statistics");
+    tier.has_remote = remote.read_circuit != 0;
     open_namespace(tier, opts);
 }
 

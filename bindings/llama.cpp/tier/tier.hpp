@@ -92,7 +92,7 @@ struct kvt_llama_tier_t {
     uint32_t chunk = 32, checkpoint = 512, piece = 256;
     /// Bytes of attention KV of one token.
     uint64_t token_bytes = 0;
-    bool holes = false, has_disk = false;
+    bool holes = false, has_disk = false, has_remote = false;
     uint64_t save_wait_ns = 0;
 
     kvt_runtime_t *own_runtime = nullptr;

@@ -191,10 +191,21 @@ def a_small_store_evicts(bench):
             same(bench, bench.run(path, *ALL, store=store), plain, name)
 
 
+def machines_share_a_remote(bench):
+    for name, path in bench.models("tiny-llama-f16", "tiny-hybrid"):
+        plain = bench.plain(path, *ALL)
+        shared = os.path.join(bench.folder, "remote-" + name)
+        os.mkdir(shared)
+        runs = [bench.run(path, *ALL, store=f'store(host=64MiB, remote=dir(path="{shared}"))') for _ in range(2)]
+        for run in runs:
+            same(bench, run, plain, name)
+        expect(runs[1].restored() > 1600, f"{name}: the second machine restores", runs[1])
+
+
 CASES = {one.__name__: one for one in (
     a_second_run_restores_and_computes_the_same_bits, large_batches_are_cut_for_states_and_windows,
     a_full_context_is_left_to_the_program, a_killed_program_left_whole_chunks, a_forked_child_is_left_alone,
-    keys_keep_models_and_tenants_apart, obstacles_are_told_and_the_program_goes_on, a_small_store_evicts)}
+    keys_keep_models_and_tenants_apart, obstacles_are_told_and_the_program_goes_on, a_small_store_evicts, machines_share_a_remote)}
 
 
 @contextlib.contextmanager
