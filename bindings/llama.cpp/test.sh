@@ -16,7 +16,7 @@ mkdir -p "$work"
 work=$(cd "$work" && pwd)
 
 "$here/engine.sh" "$work"
-"$here/models.sh" "$work"
+"$here/models.sh" "$work" smollm2 gemma3 tiny archs
 
 # Install kvtier as an engine author would.
 cmake -S "$root" -B "$work/kvtier-build" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" \

@@ -14,6 +14,8 @@ and decode as real models do.
     tiny-mamba       Mamba: a recurrent state and no cells
     tiny-hybrid      Granite 4: recurrent and attention layers alternate
 
+archs.py writes one tiny model for each architecture of the engine.
+
 The same arguments make the same file. Needs the packages numpy and gguf.
 """
 
@@ -47,6 +49,10 @@ def byte_letters():
     return [letters[byte] for byte in range(256)]
 
 
+class Wide(list):
+    """An array of 64-bit integers in the metadata."""
+
+
 def vocabulary():
     return byte_letters() + [merge.replace(" ", "") for merge in MERGES] + SPECIALS
 
@@ -54,24 +60,28 @@ def vocabulary():
 class Model:
     """A file being written: its metadata, and its random weights."""
 
-    def __init__(self, path, arch, shape):
+    def __init__(self, path, arch, shape, name=None):
         self.arch, self.shape = arch, shape
         self.vocab = vocabulary()
         self.draw = numpy.random.default_rng(zlib.crc32(f"{arch} {shape}".encode()))
         self.out = gguf.GGUFWriter(path, arch, use_temp_file=shape.large)
         quantized = shape.type == "q8_0"
         self.out.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if quantized else gguf.LlamaFileType.MOSTLY_F16)
-        self.common()
+        self.common(name or f"random {arch}")
         self.tokenizer()
 
     def key(self, name, value):
-        add = self.out.add_float32 if isinstance(value, float) else self.out.add_uint32
-        if isinstance(value, list):
-            add = self.out.add_array
-        add(f"{self.arch}.{name}", value)
+        """Adds metadata of the architecture. The engine reads the keys of xIELU without its name."""
+        kinds = {float: self.out.add_float32, bool: self.out.add_bool, str: self.out.add_string,
+                 list: self.out.add_array, Wide: self.wide}
+        add = kinds.get(type(value), self.out.add_uint32)
+        add(name if name.startswith("xielu.") else f"{self.arch}.{name}", value)
 
-    def common(self):
-        self.out.add_name(f"random {self.arch}")
+    def wide(self, name, values):
+        self.out.add_key_value(name, values, gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
+
+    def common(self, name):
+        self.out.add_name(name)
         self.key("block_count", self.shape.layers)
         self.key("context_length", self.shape.context)
         self.key("embedding_length", self.shape.width)
@@ -115,6 +125,10 @@ class Model:
         width = self.shape.width
         rows = self.draw.standard_normal((len(self.vocab), width), dtype=numpy.float32)
         self.matrix("token_embd.weight", rows * scale)
+        self.output(width)
+        self.ones("output_norm.weight", width)
+
+    def output(self, width):
         rows = self.draw.standard_normal((len(self.vocab), width), dtype=numpy.float32) * (3 / width**0.5)
         # Keeps generated text readable, and of the requested length.
         for at, text in enumerate(self.vocab):
@@ -123,7 +137,6 @@ class Model:
             elif text in SPECIALS:
                 rows[at] = 0
         self.matrix("output.weight", rows)
-        self.ones("output_norm.weight", width)
 
     def heads(self, heads, kv_heads, head_width, key_width=None, rope=None):
         self.key("attention.head_count", heads)
