@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 namespace kvtier_llama {
 
@@ -30,6 +31,18 @@ struct reader {
         return value;
     }
 
+    /// Takes bytes that must be these.
+    bool matches(const std::string &wanted) {
+        ok = ok && bytes - at >= wanted.size() && std::memcmp(data + at, wanted.data(), wanted.size()) == 0;
+        at += ok ? wanted.size() : 0;
+        return ok;
+    }
+
+    /// The bytes since an earlier position.
+    std::string since(uint64_t from) const {
+        return ok ? std::string(reinterpret_cast<const char *>(data) + from, at - from) : std::string();
+    }
+
     /// Skips `count` * `each` bytes and returns their offset.
     uint64_t skip(uint64_t count, uint64_t each) {
         const uint64_t here = at;
@@ -52,6 +65,13 @@ struct writer {
             std::memcpy(data + at, &value, sizeof value);
         }
         at += sizeof value;
+    }
+
+    void put_bytes(const std::string &value) {
+        if (data) {
+            std::memcpy(data + at, value.data(), value.size());
+        }
+        at += value.size();
     }
 
     uint64_t skip(uint64_t bytes) {

@@ -36,14 +36,6 @@ void check_held(tier_t &tier, const request &of) {
     }
 }
 
-uint32_t largest_window(const tier_t &tier) {
-    uint32_t window = 0;
-    for (const section_shape &section : tier.shape.sections) {
-        window = std::max(window, section.window_tokens);
-    }
-    return window;
-}
-
 /// Length of the common prefix that can stay, if the engine can continue from its end.
 size_t reusable_length(const tier_t &tier, const request &of) {
     const tokens_t &has = tier.sequences.at(of.seq).tokens;
@@ -57,7 +49,7 @@ size_t reusable_length(const tier_t &tier, const request &of) {
     if (tier.shape.has_states()) {
         return 0;
     }
-    const uint32_t window = largest_window(tier);
+    const uint32_t window = tier.shape.window_tokens();
     const size_t first = common > window ? common - window : 0;
     const bool whole = size_t(llama_memory_seq_pos_min(tier.memory, of.seq)) <= first;
     return window == 0 || whole ? common : 0;
@@ -229,17 +221,18 @@ size_t discard_sequence(tier_t &tier, const request &of) {
 /// has.
 size_t restore_prefix(tier_t &tier, request &of, const lookup_result &cached, size_t from, size_t to,
                       const tail_t *tail) {
-    const session held(tier, of.tokens, to);
+    const prompt_t prefix{of.tokens, to};
+    const session held(tier, prefix);
     const bool alone = !tier.shape.has_attention();
     const bool with_state = !tail && tier.shape.has_states();
     restored_t done;
     if (alone) {
         // Only the state at the end is needed: one piece, or the tail alone.
         done = tail ? restored_t{uint32_t(to), 0, KVT_OK}
-                    : restore(tier, held, of.seq, uint32_t(to) - tier.chunk, uint32_t(to), true);
+                    : restore(tier, held, prefix, of.seq, uint32_t(to) - tier.chunk, uint32_t(to), true);
     } else {
         const prefetched ahead(tier, held, from, to, is_on_disk(cached));
-        done = restore(tier, held, of.seq, uint32_t(from), uint32_t(to), with_state);
+        done = restore(tier, held, prefix, of.seq, uint32_t(from), uint32_t(to), with_state);
     }
     of.out->bytes += done.bytes;
     const bool needs_end = tier.shape.has_states() || tier.shape.has_windows();
@@ -332,7 +325,8 @@ void record_holes(tier_t &tier, const request &of, size_t count) {
 size_t attach_holes(tier_t &tier, request &of) {
     const size_t limit = full_chunks(tier, of.limit);
     const lookup_result cached = lookup(tier, of, limit);
-    const session held(tier, of.tokens, limit);
+    const prompt_t prefix{of.tokens, limit};
+    const session held(tier, prefix);
     std::vector<kvt_plan_step_t> plan(limit / tier.chunk + 1);
     uint64_t count = 0;
     if (limit != 0) {
@@ -359,7 +353,7 @@ size_t attach_holes(tier_t &tier, request &of) {
             }
             of.out->recomputed_tokens += uint32_t(to - end);
         } else {
-            const restored_t done = restore(tier, held, of.seq, uint32_t(end), uint32_t(to), false);
+            const restored_t done = restore(tier, held, prefix, of.seq, uint32_t(end), uint32_t(to), false);
             count_tiers(cached, end, done.tokens, of.out);
             of.out->bytes += done.bytes;
             if (done.tokens < to) {

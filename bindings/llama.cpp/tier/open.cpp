@@ -7,7 +7,7 @@ namespace kvtier_llama {
 
 namespace {
 
-constexpr uint32_t default_chunk = 32, max_chunk = 4096;
+constexpr uint32_t max_chunk = 4096;
 constexpr uint32_t default_checkpoint = 512;
 constexpr uint64_t default_save_wait_ns = 50000000;
 constexpr uint64_t close_wait_ns = uint64_t(60) * 1000000000;
@@ -16,18 +16,18 @@ void open(tier_t &tier, llama_context *ctx, const kvt_llama_tier_opts_t &opts) {
     tier.ctx = ctx;
     tier.memory = llama_get_memory(ctx);
     tier.n_seq_max = llama_n_seq_max(ctx);
-    tier.chunk = opts.chunk_tokens != 0 ? opts.chunk_tokens : default_chunk;
-    if (tier.chunk > max_chunk) {
-        fail(KVT_E_LIMIT, "chunk_tokens is " + std::to_string(tier.chunk) + ", at most 4096 is allowed");
+    if (opts.chunk_tokens > max_chunk) {
+        fail(KVT_E_LIMIT,
+             "chunk_tokens is " + std::to_string(opts.chunk_tokens) + ", at most 4096 is allowed");
     }
     if ((opts.flags & ~KVT_LLAMA_HOLES) != 0) {
         fail(KVT_E_INVALID, "flags is " + std::to_string(opts.flags) + ", only KVT_LLAMA_HOLES is allowed");
     }
-    const uint32_t checkpoint = opts.checkpoint_tokens != 0 ? opts.checkpoint_tokens : default_checkpoint;
-    tier.checkpoint = std::max(tier.chunk, checkpoint / tier.chunk * tier.chunk);
     tier.holes = (opts.flags & KVT_LLAMA_HOLES) != 0;
     tier.save_wait_ns = opts.save_wait_ns != 0 ? opts.save_wait_ns : default_save_wait_ns;
     probe(tier, opts);
+    const uint32_t checkpoint = opts.checkpoint_tokens != 0 ? opts.checkpoint_tokens : default_checkpoint;
+    tier.checkpoint = std::max(tier.chunk, checkpoint / tier.chunk * tier.chunk);
     if (tier.holes && (tier.shape.has_states() || tier.shape.has_windows())) {
         fail(KVT_E_UNSUPPORTED, "KVT_LLAMA_HOLES does not work with windows or recurrent states: "
                                 "do not set it for this model");

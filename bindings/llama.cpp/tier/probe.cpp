@@ -9,6 +9,7 @@ namespace kvtier_llama {
 namespace {
 
 constexpr uint32_t probe_tokens = 2;
+constexpr uint32_t default_chunk = 32;
 /// A few pieces of this size stay in the CPU's cache between the store and the engine.
 constexpr uint64_t piece_bytes = uint64_t(3) << 19;
 constexpr uint32_t max_piece_tokens = 256;
@@ -29,9 +30,12 @@ std::vector<uint8_t> state_of(tier_t &tier, llama_seq_id seq) {
     return blob;
 }
 
+llama_token probe_token(const tier_t &tier) {
+    const llama_token bos = llama_vocab_bos(llama_model_get_vocab(llama_get_model(tier.ctx)));
+    return bos == LLAMA_TOKEN_NULL ? 0 : bos;
+}
+
 void decode_probe(tier_t &tier, llama_seq_id seq) {
-    const llama_vocab *vocab = llama_model_get_vocab(llama_get_model(tier.ctx));
-    const llama_token bos = llama_vocab_bos(vocab);
     struct owner {
         llama_batch batch;
         ~owner() { llama_batch_free(batch); }
@@ -41,7 +45,7 @@ void decode_probe(tier_t &tier, llama_seq_id seq) {
     for (uint32_t at = 0; at < probe_tokens; at += step) {
         own.batch.n_tokens = int32_t(step);
         for (uint32_t i = 0; i < step; i++) {
-            own.batch.token[i] = bos == LLAMA_TOKEN_NULL ? 0 : bos;
+            own.batch.token[i] = probe_token(tier);
             own.batch.pos[i] = llama_pos(at + i);
             own.batch.n_seq_id[i] = 1;
             own.batch.seq_id[i][0] = seq;
@@ -61,17 +65,15 @@ void check_building(const tier_t &tier, const std::vector<uint8_t> &blob, llama_
         fail(KVT_E_UNSUPPORTED, why);
     }
     std::vector<cell_range> cells;
-    for (size_t i = 0; i < read.sections.size(); i++) {
-        const section_place &section = read.sections[i];
-        cells.push_back({section.positions[0], uint32_t(section.positions.size()), section.stream});
+    for (const section_place &section : read.sections) {
+        cells.push_back({section.cells.data(), section.rows, section.stream});
     }
     std::vector<uint8_t> built = blob;
     bool same = blob_bytes(tier.shape, cells) == blob.size();
     if (same) {
         const blob_place place = build_blob(tier.shape, cells, seq, built.data());
         for (size_t i = 0; i < read.sections.size(); i++) {
-            same = same && place.sections[i].k_at == read.sections[i].k_at &&
-                   place.sections[i].v_at == read.sections[i].v_at;
+            same = same && place.sections[i].at == read.sections[i].at;
         }
     }
     if (!same || built != blob) {
@@ -80,16 +82,15 @@ void check_building(const tier_t &tier, const std::vector<uint8_t> &blob, llama_
     }
 }
 
-/// Finds sections with a window. Such a section omits cells a window back when it is written. Two
-/// cells that far apart, which were never decoded, show which sections do.
-void probe_windows(tier_t &tier, llama_seq_id seq) {
-    const int32_t window = llama_model_n_swa(llama_get_model(tier.ctx));
-    if (window <= 1 || !tier.shape.has_attention()) {
-        return;
-    }
+/// Writes two cells `distance` apart, which were never decoded, and returns the sections that forget the
+/// first one.
+std::vector<bool> forgetting_sections(tier_t &tier, llama_seq_id seq, int32_t distance) {
+    const llama_token token = probe_token(tier);
+    const cell_t both[2] = {{0, 0, 0, token}, {distance, distance, distance, token}};
     std::vector<cell_range> cells;
     for (const section_shape &section : tier.shape.sections) {
-        cells.push_back({0, section.recurrent ? 0u : 2u, 0, window});
+        const bool attention = section.kind == section_kind::cells;
+        cells.push_back({both, attention ? 2u : section.kind == section_kind::end_state ? 1u : 0u});
     }
     std::vector<uint8_t> blob(blob_bytes(tier.shape, cells));
     build_blob(tier.shape, cells, seq, blob.data());
@@ -102,10 +103,35 @@ void probe_windows(tier_t &tier, llama_seq_id seq) {
     if (!read_blob(tier.shape, blob.data(), blob.size(), seq, &place, &why)) {
         fail(KVT_E_UNSUPPORTED, why);
     }
+    std::vector<bool> forgets;
     for (size_t i = 0; i < place.sections.size(); i++) {
-        section_shape &section = tier.shape.sections[i];
-        section.window_tokens =
-            !section.recurrent && place.sections[i].positions.size() < 2 ? uint32_t(window) : 0;
+        forgets.push_back(tier.shape.sections[i].kind == section_kind::cells && place.sections[i].rows < 2);
+    }
+    return forgets;
+}
+
+/// Finds the window of each section: the least distance at which it forgets a cell. The engine tells
+/// whether there are windows, except in memories that cannot copy a part of a sequence.
+void probe_windows(tier_t &tier, llama_seq_id seq) {
+    const bool known = tier.shape.heading.empty();
+    const uint32_t most = llama_n_ctx_seq(tier.ctx);
+    if ((known && llama_model_n_swa(llama_get_model(tier.ctx)) <= 1) || !tier.shape.has_attention()) {
+        return;
+    }
+    for (size_t i = 0; i < tier.shape.sections.size(); i++) {
+        if (tier.shape.sections[i].kind != section_kind::cells) {
+            continue;
+        }
+        uint32_t kept = 0, lost = 1;
+        while (lost <= most && !forgetting_sections(tier, seq, int32_t(lost))[i]) {
+            kept = lost;
+            lost *= 2;
+        }
+        while (lost <= most && lost - kept > 1) {
+            const uint32_t middle = kept + (lost - kept) / 2;
+            (forgetting_sections(tier, seq, int32_t(middle))[i] ? lost : kept) = middle;
+        }
+        tier.shape.sections[i].window_tokens = lost <= most ? lost : 0;
     }
 }
 
@@ -131,20 +157,41 @@ llama_seq_id empty_sequence(const tier_t &tier, int32_t scratch_wanted) {
     fail(KVT_E_STATE, "all sequences of the context are in use: open the tier before the first request");
 }
 
+void choose_chunk(tier_t &tier, uint32_t wanted) {
+    const uint32_t window = tier.shape.window_tokens(), row = tier.shape.row_tokens();
+    tier.chunk = wanted != 0 ? wanted : std::max(default_chunk, row);
+    while (wanted == 0 && window != 0 && tier.chunk > std::max(window, row)) {
+        tier.chunk /= 2;
+    }
+    if (tier.chunk % row != 0) {
+        fail(KVT_E_INVALID, "chunk_tokens is " + std::to_string(tier.chunk) +
+                                ", but this model compresses keys of up to " + std::to_string(row) +
+                                " tokens: set a multiple of that, or 0");
+    }
+    if (window != 0 && tier.chunk > window) {
+        fail(KVT_E_INVALID, "chunk_tokens is " + std::to_string(tier.chunk) +
+                                ", longer than the model's window: at most " + std::to_string(window) +
+                                " is allowed");
+    }
+}
+
 void choose_piece(tier_t &tier) {
     uint64_t tokens = max_piece_tokens;
     for (const section_shape &section : tier.shape.sections) {
-        for (const layer_shape &layer : section.layers) {
-            tier.token_bytes += layer.k_bytes + layer.v_bytes;
+        for (const plane_shape &plane : section.planes) {
+            if (plane.row_bytes % section.row_tokens != 0) {
+                fail(KVT_E_UNSUPPORTED, "the compressed keys of this model have " +
+                                            std::to_string(plane.row_bytes) + " bytes for " +
+                                            std::to_string(section.row_tokens) +
+                                            " tokens, not a multiple: use another type of K");
+            }
+            tier.token_bytes += section.is_state() ? 0 : plane.row_bytes / section.row_tokens;
         }
-        if (section.window_tokens != 0 && tier.chunk > section.window_tokens) {
-            fail(KVT_E_INVALID, "chunk_tokens is " + std::to_string(tier.chunk) +
-                                    ", longer than the model's window: at most " +
-                                    std::to_string(section.window_tokens) + " is allowed");
-        }
-        // A copied piece has only cells in the window of its last token, so a piece is no longer
-        // than the window.
-        tokens = section.window_tokens != 0 ? std::min<uint64_t>(tokens, section.window_tokens) : tokens;
+    }
+    // A copied piece has only cells in the window of its last token, so a piece is no longer than the
+    // window.
+    if (tier.shape.has_windows()) {
+        tokens = std::min<uint64_t>(tokens, tier.shape.window_tokens());
     }
     tokens = std::min(piece_bytes / std::max<uint64_t>(tier.token_bytes, 1), tokens);
     tier.piece = std::max(tier.chunk, uint32_t(tokens) / tier.chunk * tier.chunk);
@@ -160,11 +207,6 @@ void probe(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
         fail(KVT_E_UNSUPPORTED,
              "this model has no KV to store: only decoder-only language models are supported");
     }
-    const llama_rope_type rope = llama_model_rope_type(model);
-    if (rope == LLAMA_ROPE_TYPE_MROPE || rope == LLAMA_ROPE_TYPE_IMROPE) {
-        fail(KVT_E_UNSUPPORTED, "this model uses M-RoPE, whose positions are not supported: run it without "
-                                "the KV tier");
-    }
     if (!is_causal(tier.ctx, opts.params)) {
         fail(KVT_E_UNSUPPORTED, "the attention of this context is not causal, so the KV of a prefix depends "
                                 "on what follows and cannot be reused: run it without the KV tier");
@@ -173,16 +215,19 @@ void probe(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     cleaner clean{tier.memory, seq};
     decode_probe(tier, seq);
     const std::vector<uint8_t> blob = state_of(tier, seq);
+    const tokens_t tokens(probe_tokens, probe_token(tier));
     std::string why;
-    if (!learn_shape(blob.data(), blob.size(), seq, probe_tokens, &tier.shape, &why)) {
+    if (!learn_shape(blob.data(), blob.size(), seq, tokens, &tier.shape, &why)) {
         fail(KVT_E_UNSUPPORTED, why);
     }
     check_building(tier, blob, seq);
     probe_windows(tier, seq);
-    const bool together = tier.shape.streams() == 1 && tier.n_seq_max > 1;
+    const bool partly = tier.shape.heading.empty();
+    const bool together = partly && tier.shape.streams() == 1 && tier.n_seq_max > 1;
     // A rollback of states in one sequence does not roll back its copy in the scratch sequence.
     const bool copies = !tier.shape.has_states() || llama_n_rs_seq(tier.ctx) == 0;
     tier.scratch = together && copies && opts.scratch_seq >= 0 && seq > 0 ? seq : -1;
+    choose_chunk(tier, opts.chunk_tokens);
     choose_piece(tier);
 }
 

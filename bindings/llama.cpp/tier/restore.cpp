@@ -26,26 +26,35 @@ struct piece_t {
 };
 
 /// Cells of the blob of a piece: of windows only those needed at `to`, of states only the last.
-std::vector<cell_range> cells_of(const tier_t &tier, uint32_t first, uint32_t end, uint32_t to,
-                                   bool state) {
-    std::vector<cell_range> cells;
-    for (const section_shape &is : tier.shape.sections) {
-        if (is.recurrent) {
-            cells.push_back({int32_t(to) - 1, state && end == to ? 1u : 0u});
-            continue;
-        }
-        uint32_t begin = first;
-        if (is.window_tokens != 0 && to > is.window_tokens) {
-            begin = std::max<uint32_t>(first, uint32_t(full_chunks(tier, to - is.window_tokens)));
-        }
-        cells.push_back({int32_t(begin), end > begin ? end - begin : 0});
-    }
-    return cells;
-}
+struct piece_cells {
+    std::vector<cell_t> cells;
+    std::vector<cell_range> ranges;
 
-bool has_cells(const std::vector<cell_range> &cells) {
-    return std::any_of(cells.begin(), cells.end(), [](const cell_range &one) { return one.count != 0; });
-}
+    piece_cells(const tier_t &tier, const prompt_t &of, uint32_t first, uint32_t end, uint32_t to, bool state) {
+        for (uint32_t i = first; i < end; i++) {
+            cells.push_back(of.cell(i));
+        }
+        for (const section_shape &is : tier.shape.sections) {
+            uint32_t begin = first;
+            if (is.window_tokens != 0 && to > is.window_tokens) {
+                begin = std::max<uint32_t>(first, uint32_t(full_chunks(tier, to - is.window_tokens)));
+            }
+            if (is.is_state()) {
+                const bool always = is.kind == section_kind::end_state;
+                ranges.push_back({&cells.back(), always || (state && end == to) ? 1u : 0u});
+            } else if (is.kind == section_kind::compressed) {
+                ranges.push_back({nullptr, end / is.row_tokens - first / is.row_tokens});
+            } else {
+                begin = std::min(begin, end);
+                ranges.push_back({cells.data() + (begin - first), end - begin});
+            }
+        }
+    }
+
+    bool empty() const {
+        return std::all_of(ranges.begin(), ranges.end(), [](const cell_range &one) { return one.count == 0; });
+    }
+};
 
 /// Waits for the gets of a piece. If they do not complete, its buffer stays taken, because the
 /// store may still write into it.
@@ -71,14 +80,15 @@ void drop_piece(tier_t &tier, piece_t &piece) {
 }
 
 /// Returns the store's status, or KVT_E_AGAIN without a buffer.
-kvt_status_t begin_piece(tier_t &tier, const session &held, piece_t &piece,
-                         const std::vector<cell_range> &cells) {
-    const uint64_t bytes = blob_bytes(tier.shape, cells);
+kvt_status_t begin_piece(tier_t &tier, const session &held, const prompt_t &of, piece_t &piece,
+                         const piece_cells &has) {
+    const uint64_t bytes = blob_bytes(tier.shape, has.ranges);
     piece.buffer = bytes != 0 ? take_buffer(tier, bytes, now_ns() + buffer_wait_ns) : nullptr;
     if (!piece.buffer) {
         return KVT_E_AGAIN;
     }
-    piece.place = build_blob(tier.shape, cells, 0, piece.buffer->data);
+    piece.place = build_blob(tier.shape, has.ranges, 0, piece.buffer->data);
+    locate_cells(tier.shape, of, &piece.place);
     piece.deadline_ns = now_ns() + get_wait_ns + bytes * byte_wait_ns;
     const kvt_status_t status =
         get_rows(tier, held, *piece.buffer, piece.place, piece.first, piece.end, piece.deadline_ns);
@@ -127,8 +137,8 @@ bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uin
     return taken;
 }
 
-restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t from, uint32_t to,
-                   bool state) {
+restored_t restore(tier_t &tier, const session &held, const prompt_t &of, llama_seq_id seq, uint32_t from,
+                   uint32_t to, bool state) {
     restored_t done;
     done.tokens = from;
     pipeline line(tier);
@@ -137,13 +147,13 @@ restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t
     while (at < to || !line.pieces.empty()) {
         while (at < to && line.pieces.size() < pieces_ahead) {
             const uint32_t end = next_end(tier, from, at, to);
-            const std::vector<cell_range> cells = cells_of(tier, at, end, to, state);
-            if (has_cells(cells)) {
+            const piece_cells has(tier, of, at, end, to, state);
+            if (!has.empty()) {
                 line.pieces.emplace_back();
                 piece_t &piece = line.pieces.back();
                 piece.first = at;
                 piece.end = end;
-                const kvt_status_t begun = begin_piece(tier, held, piece, cells);
+                const kvt_status_t begun = begin_piece(tier, held, of, piece, has);
                 if (begun != KVT_OK) {
                     line.pieces.pop_back();
                     if (line.pieces.empty()) {

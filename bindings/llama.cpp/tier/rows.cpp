@@ -7,23 +7,27 @@ namespace kvtier_llama {
 
 namespace {
 
-/// The order of rows in a section for consecutive positions.
+/// The order of rows in a section for consecutive indices.
 struct row_order {
     /// The rows are contiguous, from row `first` on.
     bool straight = true;
     uint32_t first = 0;
-    /// If not contiguous: the row of each position.
+    /// If not contiguous: the row of each index.
     std::vector<uint32_t> rows;
 };
 
-row_order order_of(const section_place &place, uint32_t first, uint32_t end) {
+row_order order_of(const section_shape &is, const section_place &place, uint32_t first, uint32_t end) {
     row_order order;
+    if (is.kind == section_kind::compressed) {
+        // A row for several tokens is as many rows of the store.
+        order.first = first;
+        return order;
+    }
     order.rows.assign(end - first, 0);
-    const size_t cells = place.positions.size();
-    for (size_t row = 0; row < cells; row++) {
-        const uint32_t position = uint32_t(place.positions[row]);
-        if (position >= first && position < end) {
-            order.rows[position - first] = uint32_t(row);
+    for (size_t row = 0; row < place.indices.size(); row++) {
+        const int32_t index = place.indices[row];
+        if (index >= int32_t(first) && index < int32_t(end)) {
+            order.rows[uint32_t(index) - first] = uint32_t(row);
         }
     }
     order.first = order.rows[0];
@@ -72,32 +76,35 @@ kvt_view_t plane_view(views_t &all, uint8_t *data, const row_order &order, uint6
 
 void section_views(views_t &all, const section_shape &is, const section_place &place, uint8_t *data,
                    uint32_t first, uint32_t end) {
-    const row_order order = order_of(place, first, end);
+    const row_order order = order_of(is, place, first, end);
+    const size_t layers = is.layers();
     // Reserved, so that adding a table does not move the others: at most two row sizes per layer.
-    all.tables.reserve(2 * is.layers.size());
-    for (size_t i = 0; i < is.layers.size(); i++) {
-        const layer_shape &layer = is.layers[i];
-        all.k.push_back(plane_view(all, data, order, place.k_at[i], layer.k_bytes));
+    all.tables.reserve(2 * layers);
+    all.has_v = is.has_v;
+    for (size_t i = 0; i < layers; i++) {
+        const uint64_t k_bytes = is.planes[i].row_bytes / is.row_tokens;
+        all.k.push_back(plane_view(all, data, order, place.at[i], k_bytes));
         kvt_view_t v{};
-        if (layer.v_bytes != 0 && is.transposed) {
-            // In transposed V each element has a row of all cells, so elements take the place of
-            // heads.
-            v = plane_view(all, data, order, place.v_at[i], layer.v_element_bytes);
-            v.heads = uint32_t(layer.v_bytes / layer.v_element_bytes);
-            v.head_stride_bytes = uint64_t(layer.v_element_bytes) * place.positions.size();
-        } else if (layer.v_bytes != 0) {
-            v = plane_view(all, data, order, place.v_at[i], layer.v_bytes);
+        if (is.has_v) {
+            const plane_shape &plane = is.planes[layers + i];
+            const uint64_t each = plane.element_bytes != 0 ? plane.element_bytes : plane.row_bytes;
+            v = plane_view(all, data, order, place.at[layers + i], each);
+            if (plane.element_bytes != 0) {
+                // In a transposed plane each element has a row of all cells, so elements take the place
+                // of heads.
+                v.heads = uint32_t(plane.row_bytes / each);
+                v.head_stride_bytes = each * place.rows;
+            }
         }
-        all.has_v = all.has_v || layer.v_bytes != 0;
         all.v.push_back(v);
     }
 }
 
 void state_views(views_t &all, const section_shape &is, const section_place &place, uint8_t *data) {
-    for (size_t i = 0; i < is.parts.size(); i++) {
+    for (size_t i = 0; i < is.planes.size(); i++) {
         kvt_view_t view{};
-        view.address = data + place.k_at[i];
-        view.run_bytes = is.parts[i].bytes;
+        view.address = data + place.at[i];
+        view.run_bytes = is.planes[i].row_bytes;
         if (view.run_bytes != 0) {
             all.k.push_back(view);
         }
@@ -137,8 +144,11 @@ kvt_status_t move_section(tier_t &tier, const session &of, buffer_t &buffer, con
                           size_t number, direction which, uint32_t first, uint32_t end,
                           uint64_t deadline_ns) {
     const section_shape &is = tier.shape.sections[number];
+    if (tier.layers[number].count == 0) {
+        return KVT_OK;
+    }
     views_t views;
-    if (is.recurrent) {
+    if (is.is_state()) {
         state_views(views, is, place.sections[number], buffer.data);
     } else {
         section_views(views, is, place.sections[number], buffer.data, first, end);
@@ -148,11 +158,29 @@ kvt_status_t move_section(tier_t &tier, const session &of, buffer_t &buffer, con
 
 } // namespace
 
-uint32_t rows_begin(const section_place &place, uint32_t first, uint32_t end) {
+void locate_cells(const shape &is, const prompt_t &of, blob_place *place) {
+    for (size_t i = 0; i < is.sections.size(); i++) {
+        const section_shape &section = is.sections[i];
+        section_place &where = place->sections[i];
+        where.indices.clear();
+        for (const cell_t &cell : where.cells) {
+            const bool inside = cell.position >= 0 && size_t(cell.position) < of.count;
+            const cell_t wanted = inside ? cell_of(section, of.cell(size_t(cell.position))) : cell_t{};
+            const bool same = section.is_state() || (cell.x == wanted.x && cell.y == wanted.y &&
+                                                     cell.token == wanted.token);
+            where.indices.push_back(inside && same ? cell.position : -1);
+        }
+    }
+}
+
+uint32_t rows_begin(const section_shape &is, const section_place &place, uint32_t first, uint32_t end) {
+    if (is.kind == section_kind::compressed) {
+        return uint64_t(place.rows) * is.row_tokens >= end ? first : end;
+    }
     std::vector<bool> present(end - first, false);
-    for (const int32_t position : place.positions) {
-        if (uint32_t(position) >= first && uint32_t(position) < end) {
-            present[uint32_t(position) - first] = true;
+    for (const int32_t index : place.indices) {
+        if (index >= int32_t(first) && index < int32_t(end)) {
+            present[uint32_t(index) - first] = true;
         }
     }
     uint32_t begin = end;
@@ -167,12 +195,13 @@ kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const
     const uint32_t chunk = tier.chunk;
     kvt_status_t worst = KVT_OK;
     for (size_t i = 0; i < tier.shape.sections.size(); i++) {
+        const section_shape &is = tier.shape.sections[i];
         uint32_t begin = first;
-        if (tier.shape.sections[i].recurrent) {
-            const std::vector<int32_t> &at = place.sections[i].positions;
+        if (is.is_state()) {
+            const std::vector<int32_t> &at = place.sections[i].indices;
             begin = state && at.size() == 1 && at[0] == int32_t(end) - 1 ? end - chunk : end;
         } else {
-            begin = (rows_begin(place.sections[i], first, end) + chunk - 1) / chunk * chunk;
+            begin = (rows_begin(is, place.sections[i], first, end) + chunk - 1) / chunk * chunk;
         }
         if (begin >= end) {
             continue;
@@ -186,12 +215,14 @@ kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const
 kvt_status_t get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
                       uint32_t first, uint32_t end, uint64_t deadline_ns) {
     for (size_t i = 0; i < tier.shape.sections.size(); i++) {
-        const std::vector<int32_t> &at = place.sections[i].positions;
-        if (at.empty()) {
+        const section_shape &is = tier.shape.sections[i];
+        const section_place &where = place.sections[i];
+        if (where.rows == 0) {
             continue;
         }
-        const uint32_t begin = tier.shape.sections[i].recurrent ? end - tier.chunk
-                                                                : std::max(first, uint32_t(at[0]));
+        const bool partly = is.kind == section_kind::cells;
+        const uint32_t begin = is.is_state() ? end - tier.chunk
+                                             : std::max(first, partly ? uint32_t(where.indices[0]) : first);
         const kvt_status_t status =
             move_section(tier, from, buffer, place, i, direction::get, begin, end, deadline_ns);
         if (status != KVT_OK) {

@@ -13,7 +13,8 @@ constexpr size_t whole_step_tokens = 256;
 uint64_t piece_blob_bytes(const tier_t &tier, uint32_t tokens) {
     std::vector<cell_range> cells;
     for (const section_shape &section : tier.shape.sections) {
-        cells.push_back({0, section.recurrent ? 1u : tokens});
+        const uint32_t rows = section.is_state() ? 1 : tokens / section.row_tokens;
+        cells.push_back({nullptr, rows});
     }
     return blob_bytes(tier.shape, cells);
 }
@@ -22,7 +23,9 @@ uint64_t piece_blob_bytes(const tier_t &tier, uint32_t tokens) {
 bool has_all_rows(const tier_t &tier, const blob_place &place, uint32_t first, uint32_t end) {
     for (size_t i = 0; i < place.sections.size(); i++) {
         const section_shape &is = tier.shape.sections[i];
-        if (!is.recurrent && is.window_tokens == 0 && rows_begin(place.sections[i], first, end) != first) {
+        const bool all = is.is_state() || is.window_tokens != 0 ||
+                         rows_begin(is, place.sections[i], first, end) == first;
+        if (!all) {
             return false;
         }
     }
@@ -62,6 +65,18 @@ bool update_tokens(const tier_t &tier, sequence_t &has, const llama_token *token
     has.saved = std::min(has.saved, full_chunks(tier, common));
     has.state_saved = std::min(has.state_saved, common);
     return common < before || count > before + 1;
+}
+
+/// End of the piece that begins at `at`. Attention in chunks masks all cells before a multiple of its
+/// window, so that a copied piece must not cross one.
+size_t piece_end(const tier_t &tier, size_t at, size_t end) {
+    if (tier.scratch < 0) {
+        return end;
+    }
+    const size_t to = std::min<size_t>(at + tier.piece, end);
+    const size_t window = tier.shape.window_tokens();
+    const size_t border = window != 0 ? full_chunks(tier, at / window * window + window) : to;
+    return border > at ? std::min(to, border) : to;
 }
 
 } // namespace
@@ -122,9 +137,12 @@ held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t
     }
     const uint64_t bytes = copy_out(tier, seq, first, end, *buffer);
     std::string why;
-    const bool good = bytes != 0 && bytes <= buffer->bytes &&
-                      read_blob(tier.shape, buffer->data, bytes, whole ? seq : tier.scratch, place, &why) &&
-                      has_all_rows(tier, *place, first, end);
+    bool good = bytes != 0 && bytes <= buffer->bytes &&
+                read_blob(tier.shape, buffer->data, bytes, whole ? seq : tier.scratch, place, &why);
+    if (good) {
+        locate_cells(tier.shape, tier.sequences[seq].prompt(), place);
+        good = has_all_rows(tier, *place, first, end);
+    }
     if (!good) {
         tier.stats.failed_saves++;
         tier.save_failure = KVT_E_STATE;
@@ -148,9 +166,9 @@ void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
         has.saved = end;
         return;
     }
-    const session all(tier, has.tokens.data(), end);
+    const session all(tier, {has.tokens.data(), end});
     while (at < end) {
-        const size_t to = tier.scratch >= 0 ? std::min<size_t>(at + tier.piece, end) : end;
+        const size_t to = piece_end(tier, at, end);
         blob_place place;
         const held_buffer buffer = export_rows(tier, seq, uint32_t(at), uint32_t(to), deadline_ns, &place);
         if (!buffer) {
@@ -181,10 +199,10 @@ void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t co
     }
     const bool jumped = update_tokens(tier, has, tokens, count);
     const bool checkpoint = count >= has.state_saved + tier.checkpoint;
-    const bool new_chunk = full_chunks(tier, count) > has.saved && copy_pays_off(tier, has);
-    // A copy of a whole sequence has the window of its end only.
-    const bool ends_matter = tier.shape.has_states() || (tier.scratch < 0 && tier.shape.has_windows());
-    const bool new_state = ends_matter && (state || jumped || checkpoint);
+    // A copy of a whole sequence has only the last window, so that one is made where a prompt may be reused.
+    const bool last_window = tier.scratch < 0 && tier.shape.has_windows() && (state || checkpoint);
+    const bool new_chunk = full_chunks(tier, count) > has.saved && (last_window || copy_pays_off(tier, has));
+    const bool new_state = tier.shape.has_states() && (state || jumped || checkpoint);
     if (new_chunk || new_state) {
         save(tier, seq, now_ns() + tier.save_wait_ns, new_state);
     }

@@ -1,8 +1,9 @@
 // The format of a sequence state, as llama_state_seq_get_data writes it.
 //
-// A blob is a magic word, the sequence id, then sections. An attention section has cells with a
-// position each, then all K rows of every layer, then all V rows. A recurrent section has one cell.
-// All blobs of a context have the same *shape*; only cells and rows differ.
+// A blob is a magic word, the sequence id, then sections. Each section has a number of rows, and planes:
+// one tensor of the engine each, whose rows follow a heading of constant bytes. The kinds of sections
+// differ in how they tell the number of rows. All blobs of a context have the same *shape*; only cells
+// and rows differ.
 #pragma once
 
 #include <cstddef>
@@ -12,59 +13,86 @@
 
 namespace kvtier_llama {
 
-/// One layer of an attention section.
-struct layer_shape {
-    int32_t k_type = 0;
-    uint64_t k_bytes = 0;
-    int32_t v_type = 0;
-    /// Bytes per token; 0 = no V.
-    uint64_t v_bytes = 0;
-    /// Bytes per element, if V is transposed.
-    uint32_t v_element_bytes = 0;
+enum class section_kind {
+    /// Attention: a cell and a row for each token, first all planes of K, then those of V.
+    cells,
+    /// A recurrent state: at most one row, which is the state at the position of its only cell.
+    state,
+    /// A state that is always present and has no cell: it is the state at the end of the sequence.
+    end_state,
+    /// Compressed keys: a row for each `row_tokens` tokens, from the start of the sequence on.
+    compressed,
 };
 
-/// One tensor of a recurrent section.
-struct part_shape {
+/// One tensor of a section.
+struct plane_shape {
+    /// Bytes before the rows. The number of rows, 64 bits, stands between both parts if `tail` is not
+    /// empty.
+    std::string heading, tail;
+    /// ggml_type of the rows.
     int32_t type = 0;
-    uint64_t bytes = 0;
+    uint64_t row_bytes = 0;
+    /// Bytes per element, if the plane is transposed; 0 = its rows are contiguous.
+    uint32_t element_bytes = 0;
 };
 
 struct section_shape {
-    bool recurrent = false;
-    /// Attention only.
-    uint32_t streams = 1;
-    bool transposed = false;
-    uint32_t rot_k = 0, rot_v = 0;
-    std::vector<layer_shape> layers;
-    /// The section forgets cells this many tokens back; 0 = never. Not part of a blob: see
+    section_kind kind = section_kind::cells;
+    /// Bytes before the number of rows, and bytes between the rows' number or cells and the planes.
+    std::string prefix, heading;
+    std::vector<plane_shape> planes;
+    /// The second half of the planes are V of the layers in the first half.
+    bool has_v = false;
+    /// Cells only: streams of the cache, 32-bit words of a cell besides its position and sequence (0, 2 or
+    /// 3: x, y, token), and whether x and y of text are its position (M-RoPE) instead of 0.
+    uint32_t streams = 1, extra_words = 0;
+    bool spatial = false;
+    /// Cells only: the section forgets cells this many tokens back; 0 = never. Not part of a blob: see
     /// probe_windows.
     uint32_t window_tokens = 0;
-    /// Recurrent only: layers of the model, then the tensors of the section.
-    uint32_t model_layers = 0;
-    std::vector<part_shape> parts;
+    /// Compressed only.
+    uint32_t row_tokens = 1;
 
-    /// Number of layers, or of tensors that are not empty.
-    size_t planes() const;
+    bool is_state() const { return kind == section_kind::state || kind == section_kind::end_state; }
+    /// Number of layers of the store's layout. Planes without bytes are no layers.
+    size_t layers() const;
 };
 
 struct shape {
+    /// Bytes between the sequence id and the first section. Only memories that cannot copy a part of a
+    /// sequence have them.
+    std::string heading;
     std::vector<section_shape> sections;
 
     bool has_attention() const;
     bool has_states() const;
-    bool has_windows() const;
+    bool has_windows() const { return window_tokens() != 0; }
+    /// The longest window; 0 = no section has one.
+    uint32_t window_tokens() const;
+    /// Tokens of which a chunk must have a multiple.
+    uint32_t row_tokens() const;
     uint32_t streams() const;
     /// Text of the shape for the identity; equal shapes have equal texts.
     std::string describe() const;
 };
 
-/// Byte offsets of the parts of one blob.
+/// One cell. x, y and token are 0, 0 and -1 where the section has no words for them.
+struct cell_t {
+    int32_t position = 0, x = 0, y = 0, token = -1;
+};
+
+/// What one section of a blob has.
 struct section_place {
     uint32_t stream = 0;
-    /// The position of each cell, in the order of rows.
-    std::vector<int32_t> positions;
-    /// Offset of each layer's K rows and V rows, or of each recurrent tensor.
-    std::vector<uint64_t> k_at, v_at;
+    /// Rows of each plane.
+    uint32_t rows = 0;
+    /// The cell of each row. An end_state gets the last position of the sections before it.
+    std::vector<cell_t> cells;
+    /// Offset of each plane's rows.
+    std::vector<uint64_t> at;
+    /// The index in the sequence of each cell; -1 = it is not of the sequence. Not part of a blob: see
+    /// locate_cells.
+    std::vector<int32_t> indices;
 };
 
 struct blob_place {
@@ -76,16 +104,17 @@ struct blob_place {
 bool read_blob(const shape &is, const uint8_t *data, size_t bytes, int32_t sequence, blob_place *out,
                std::string *why);
 
-/// Cells that a section of a new blob has: `count` of them from position `first` on. A recurrent
-/// section has 0 or 1, at that position.
+/// Rows that a section of a new blob has, and their cells. A `state` has 0 or 1, an `end_state` 1.
 struct cell_range {
-    int32_t first = 0;
+    const cell_t *cells = nullptr;
     uint32_t count = 0;
     uint32_t stream = 0;
-    int32_t step = 1;
 };
 
-/// Length of a blob with these cells; 0 if it exceeds a limit.
+/// The cell as a section writes it: without what the section has no words for.
+cell_t cell_of(const section_shape &is, const cell_t &cell);
+
+/// Length of a blob with these numbers of rows; 0 if it exceeds a limit. Reads no cells.
 uint64_t blob_bytes(const shape &is, const std::vector<cell_range> &cells);
 
 /// Writes everything but rows into `data`, which has blob_bytes, and returns the places of the
@@ -93,9 +122,9 @@ uint64_t blob_bytes(const shape &is, const std::vector<cell_range> &cells);
 blob_place build_blob(const shape &is, const std::vector<cell_range> &cells, int32_t sequence,
                       uint8_t *data);
 
-/// Finds the shape of a blob that holds the first `tokens` tokens of a sequence, at least two, in
+/// Finds the shape of a blob that holds `tokens`, the first tokens of a sequence and at least two, in
 /// every section. Refuses anything that is not a blob, or that can be parsed in two ways.
-bool learn_shape(const uint8_t *data, size_t bytes, int32_t sequence, uint32_t tokens, shape *out,
-                 std::string *why);
+bool learn_shape(const uint8_t *data, size_t bytes, int32_t sequence, const std::vector<int32_t> &tokens,
+                 shape *out, std::string *why);
 
 } // namespace kvtier_llama

@@ -18,8 +18,8 @@ constexpr uint64_t close_wait_ns = uint64_t(10) * 1000000000;
 /// A store may have to write back all of its host memory.
 constexpr uint64_t store_wait_ns = uint64_t(60) * 1000000000;
 
-uint32_t dtype_of(int32_t k_type, int32_t v_type, bool has_v) {
-    if (has_v && v_type != k_type) {
+uint32_t dtype_of(int32_t k_type, int32_t v_type) {
+    if (v_type != k_type) {
         return KVT_DTYPE_BYTES;
     }
     switch (k_type) {
@@ -56,29 +56,34 @@ struct layout_builder {
 };
 
 void add_section(layout_builder &make, const section_shape &section) {
-    for (const layer_shape &layer : section.layers) {
+    if (section.is_state()) {
+        for (const plane_shape &plane : section.planes) {
+            kvt_group_t group{};
+            group.rule = KVT_RULE_STATE;
+            group.state_bytes = plane.row_bytes;
+            if (plane.row_bytes != 0) {
+                make.add(group);
+            }
+        }
+        return;
+    }
+    for (size_t i = 0; i < section.layers(); i++) {
+        const plane_shape &k = section.planes[i];
+        const plane_shape *v = section.has_v ? &section.planes[section.layers() + i] : nullptr;
         kvt_group_t group{};
         group.rule = section.window_tokens != 0 ? KVT_RULE_WINDOW : KVT_RULE_FULL;
         group.window_tokens = section.window_tokens;
-        group.dtype = dtype_of(layer.k_type, layer.v_type, layer.v_bytes != 0);
-        group.k_bytes = layer.k_bytes;
-        group.v_bytes = layer.v_bytes;
+        group.dtype = dtype_of(k.type, v ? v->type : k.type);
+        group.k_bytes = k.row_bytes / section.row_tokens;
+        group.v_bytes = v ? v->row_bytes : 0;
         make.add(group);
-    }
-    for (const part_shape &part : section.parts) {
-        kvt_group_t group{};
-        group.rule = KVT_RULE_STATE;
-        group.state_bytes = part.bytes;
-        if (part.bytes != 0) {
-            make.add(group);
-        }
     }
 }
 
 void open_namespace(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     layout_builder make;
     for (const section_shape &section : tier.shape.sections) {
-        tier.layers.push_back({make.count, uint32_t(section.planes())});
+        tier.layers.push_back({make.count, uint32_t(section.layers())});
         add_section(make, section);
     }
     for (size_t i = 0; i < make.groups.size(); i++) {
@@ -379,12 +384,12 @@ held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
     }
 }
 
-session::session(const tier_t &tier, const llama_token *tokens, size_t count) {
+session::session(const tier_t &tier, const prompt_t &of) {
     kvt_error_t *error = nullptr;
     demand(kvt_session_open(tier.kv_namespace, nullptr, &handle, &error), error, "opening a session");
     static_assert(sizeof(llama_token) == sizeof(uint32_t), "tokens are hashed as 32 bits");
-    const auto *ids = reinterpret_cast<const uint32_t *>(tokens);
-    const kvt_status_t status = count != 0 ? kvt_session_append(handle, ids, count, &error) : KVT_OK;
+    const auto *ids = reinterpret_cast<const uint32_t *>(of.tokens);
+    const kvt_status_t status = of.count != 0 ? kvt_session_append(handle, ids, of.count, &error) : KVT_OK;
     if (status != KVT_OK) {
         kvt_session_close(&handle);
         demand(status, error, "appending a session's tokens");

@@ -55,6 +55,18 @@ struct return_buffer {
 };
 using held_buffer = std::unique_ptr<buffer_t, return_buffer>;
 
+/// A prefix of a prompt or of a sequence. Does not own the tokens.
+struct prompt_t {
+    const llama_token *tokens = nullptr;
+    size_t count = 0;
+
+    /// The engine's cell of one token.
+    cell_t cell(size_t index) const {
+        const int32_t position = int32_t(index);
+        return {position, position, position, tokens[index]};
+    }
+};
+
 /// The tier's record of one sequence of the context.
 struct sequence_t {
     /// Tokens that the sequence holds, from position 0 on.
@@ -65,6 +77,8 @@ struct sequence_t {
     size_t state_saved = 0;
     /// The cells are unknown: nothing is saved until the sequence was empty.
     bool forgotten = false;
+
+    prompt_t prompt() const { return {tokens.data(), tokens.size()}; }
 };
 
 /// The end of a conversation that fills no chunk, as a state blob of the engine.
@@ -133,7 +147,7 @@ bool drain(tier_t &tier, uint64_t deadline_ns);
 /// A store session for a prefix; closed at the end of the scope.
 class session {
 public:
-    session(const tier_t &tier, const llama_token *tokens, size_t count);
+    session(const tier_t &tier, const prompt_t &of);
     ~session() { kvt_session_close(&handle); }
     session(const session &) = delete;
     session &operator=(const session &) = delete;
@@ -141,6 +155,8 @@ public:
 };
 
 // rows.cpp: transfers between rows of a blob and a session.
+/// Finds the index of each cell of a blob in the sequence. Cells that the sequence has not get -1.
+void locate_cells(const shape &is, const prompt_t &of, blob_place *place);
 /// Puts those chunks of [first, end) whose rows the blob has completely; with `state` also the
 /// recurrent state at `end`. The ops are attached to the buffer that holds the blob.
 kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
@@ -149,8 +165,8 @@ kvt_status_t put_rows(tier_t &tier, const session &from, buffer_t &buffer, const
 /// chunk boundaries.
 kvt_status_t get_rows(tier_t &tier, const session &from, buffer_t &buffer, const blob_place &place,
                       uint32_t first, uint32_t end, uint64_t deadline_ns);
-/// First position from which on a section has all rows up to `end`; `end` = it has none.
-uint32_t rows_begin(const section_place &place, uint32_t first, uint32_t end);
+/// First index from which on a section has all rows up to `end`; `end` = it has none.
+uint32_t rows_begin(const section_shape &is, const section_place &place, uint32_t first, uint32_t end);
 
 // probe.cpp: learns the layout of the context's KV.
 void probe(tier_t &tier, const kvt_llama_tier_opts_t &opts);
@@ -184,8 +200,8 @@ struct restored_t {
 };
 /// Restores [from, to), both chunk boundaries, into a sequence that ends at `from`. With `state`
 /// false recurrent states are omitted, because a tail provides them.
-restored_t restore(tier_t &tier, const session &held, llama_seq_id seq, uint32_t from, uint32_t to,
-                   bool state);
+restored_t restore(tier_t &tier, const session &held, const prompt_t &of, llama_seq_id seq, uint32_t from,
+                   uint32_t to, bool state);
 /// Appends a blob to what the sequence holds.
 bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uint64_t bytes);
 

@@ -58,11 +58,11 @@ typedef struct kvt_llama_tier_opts_t {
     /** Separates tenants: a long random string; null = one tenant. */
     const char *salt;
 
-    /** Tokens of a chunk, the unit of sharing; 0 = 32. */
+    /** Tokens of a chunk, the unit of sharing; 0 = 32, less with a shorter window, 128 with DeepSeek V4. */
     uint32_t chunk_tokens;
     /** A sequence id that nothing else uses, as scratch space; 0 = the last one of the context, -1 = none.
-        Used with kv_unified only. Whole sequences are copied each time without a scratch sequence, and
-        where recurrent states can be rolled back (n_rs_seq). While it is not empty, attach restores
+        Used with kv_unified only. Whole sequences are copied each time without a scratch sequence, where
+        recurrent states can be rolled back (n_rs_seq), and for DeepSeek V4. While it is not empty, attach restores
         nothing and commit saves nothing (KVT_E_STATE). */
     int32_t scratch_seq;
     /** Tokens between checkpoints of recurrent states while a prompt is decoded; 0 = 512. */
@@ -124,9 +124,10 @@ typedef struct kvt_llama_attached_t {
  * empty sequence and removes them. This overwrites the logits of an earlier decode.
  *
  * KVT_E_UNSUPPORTED, with the reason in `why`: the loaded engine is not the compiled one, or the KV of
- * this model cannot be stored. Not supported are M-RoPE, attention with extra caches, attention that is
- * not causal, and models without a decoder. KVT_E_INVALID: a mistake in `opts`, including chunks longer
- * than the model's window. KVT_E_STATE: all sequences of the context are in use.
+ * this model cannot be stored. Not supported are attention that is not causal, and models with an
+ * encoder or without a decoder. KVT_E_INVALID: a mistake in `opts`, including chunks longer than the
+ * model's window, or not a multiple of its compressed keys' tokens. KVT_E_STATE: all sequences of the
+ * context are in use.
  */
 kvt_status_t kvt_llama_tier_open(struct llama_context *ctx, const kvt_llama_tier_opts_t *opts,
                                  kvt_llama_tier_t **out, kvt_llama_why_t *why);

@@ -85,7 +85,7 @@ void holes_are_recomputed_in_place(const test_model &m) {
     cost.beta_ns = 1e9;
     CHECK_OK(kvt_namespace_set_prefill_cost(tier->kv_namespace, &cost, nullptr));
     {
-        const kvtier_llama::session held(*tier, tokens.data(), 320);
+        const kvtier_llama::session held(*tier, {tokens.data(), 320});
         CHECK_OK(kvt_session_drop(held.handle, 64, 64, nullptr, nullptr));
         CHECK_OK(kvt_session_drop(held.handle, 192, 64, nullptr, nullptr));
     }

@@ -1,5 +1,5 @@
 // The parser of sequence states: it refuses flipped header bits and wrong lengths, or they change only
-// positions, which callers compare. Valid states are parsed, and built again bit for bit.
+// cells, which callers compare. Valid states are parsed, and built again bit for bit.
 #include "fixture.hpp"
 
 #include "tier/state.hpp"
@@ -14,6 +14,7 @@ constexpr uint32_t seq_tokens = 48;
 
 struct sample {
     shape layout;
+    tokens_t tokens;
     std::vector<uint8_t> blob;
     blob_place place;
 };
@@ -31,13 +32,14 @@ sample make_sample(llama_model *model, const context_config &config) {
     std::string why;
     CHECK(decode(ctx, seq, tokens, 0, 2, 2) == 0);
     const std::vector<uint8_t> two = state_of(ctx);
-    CHECK(learn_shape(two.data(), two.size(), seq, 2, &out.layout, &why));
-    CHECK(!learn_shape(two.data(), two.size(), seq, 3, &out.layout, &why) && !why.empty());
+    const tokens_t first(tokens.begin(), tokens.begin() + 2), more(tokens.begin(), tokens.begin() + 3);
+    out.tokens = tokens;
+    CHECK(!learn_shape(two.data(), two.size(), seq, more, &out.layout, &why) && !why.empty());
     CHECK(decode(ctx, seq, tokens, 2, seq_tokens, 64) == 0);
     out.blob = state_of(ctx);
     shape again;
-    CHECK(learn_shape(out.blob.data(), out.blob.size(), seq, seq_tokens, &again, &why));
-    CHECK(learn_shape(two.data(), two.size(), seq, 2, &out.layout, &why));
+    CHECK(learn_shape(out.blob.data(), out.blob.size(), seq, tokens, &again, &why));
+    CHECK(learn_shape(two.data(), two.size(), seq, first, &out.layout, &why));
     CHECK(again.describe() == out.layout.describe());
     CHECK(read_blob(out.layout, out.blob.data(), out.blob.size(), seq, &out.place, &why));
     CHECK(!read_blob(out.layout, out.blob.data(), out.blob.size(), 0, &out.place, &why));
@@ -56,14 +58,8 @@ std::vector<bool> rows_of(const sample &s) {
     for (size_t i = 0; i < s.layout.sections.size(); i++) {
         const section_shape &layout = s.layout.sections[i];
         const section_place &place = s.place.sections[i];
-        for (size_t j = 0; j < layout.layers.size(); j++) {
-            mark(place.k_at[j], layout.layers[j].k_bytes * place.positions.size());
-            if (layout.layers[j].v_bytes != 0) {
-                mark(place.v_at[j], layout.layers[j].v_bytes * place.positions.size());
-            }
-        }
-        for (size_t j = 0; j < layout.parts.size(); j++) {
-            mark(place.k_at[j], layout.parts[j].bytes);
+        for (size_t j = 0; j < layout.planes.size(); j++) {
+            mark(place.at[j], layout.planes[j].row_bytes * place.rows);
         }
     }
     return rows;
@@ -72,25 +68,29 @@ std::vector<bool> rows_of(const sample &s) {
 bool same_rows(const blob_place &a, const blob_place &b) {
     for (size_t i = 0; i < a.sections.size(); i++) {
         const section_place &x = a.sections[i], &y = b.sections[i];
-        if (x.k_at != y.k_at || x.v_at != y.v_at || x.positions.size() != y.positions.size()) {
+        if (x.at != y.at || x.rows != y.rows) {
             return false;
         }
     }
     return true;
 }
 
-bool same_positions(const blob_place &a, const blob_place &b) {
+bool same_cells(const blob_place &a, const blob_place &b) {
     for (size_t i = 0; i < a.sections.size(); i++) {
-        if (a.sections[i].positions != b.sections[i].positions) {
+        const auto same = [](const cell_t &x, const cell_t &y) {
+            return x.position == y.position && x.x == y.x && x.y == y.y && x.token == y.token;
+        };
+        if (!std::equal(a.sections[i].cells.begin(), a.sections[i].cells.end(), b.sections[i].cells.begin(),
+                        same)) {
             return false;
         }
     }
     return true;
 }
 
-/// A flip may change positions only. They are free content of a state; callers compare them with the expected
-/// positions.
-void flipped_header_bits_are_refused_or_move_positions(const sample &s) {
+/// A flip may change cells only: positions, and what M-RoPE adds. They are free content of a state; callers
+/// compare them with the expected cells.
+void flipped_header_bits_are_refused_or_change_cells(const sample &s) {
     const std::vector<bool> rows = rows_of(s);
     std::string why;
     blob_place place;
@@ -107,13 +107,13 @@ void flipped_header_bits_are_refused_or_move_positions(const sample &s) {
                 refused++;
                 continue;
             }
-            CHECK(same_rows(place, s.place) && !same_positions(place, s.place));
+            CHECK(same_rows(place, s.place) && !same_cells(place, s.place));
             moved++;
             shape learned;
-            CHECK(!learn_shape(other.data(), other.size(), seq, seq_tokens, &learned, &why));
+            CHECK(!learn_shape(other.data(), other.size(), seq, s.tokens, &learned, &why));
         }
     }
-    std::printf("%zu header bytes: %zu flips refused, %zu read as other positions\n", header_bytes, refused,
+    std::printf("%zu header bytes: %zu flips refused, %zu read as other cells\n", header_bytes, refused,
                 moved);
     CHECK(refused > 0);
 }
@@ -126,7 +126,7 @@ void wrong_lengths_are_refused(const sample &s) {
     for (size_t bytes = 0; bytes < s.blob.size(); bytes += bytes < 2048 ? 1 : step) {
         CHECK(!read_blob(s.layout, s.blob.data(), bytes, seq, &place, &why));
         // A state cut between tensors looks like the state of a model with fewer tensors.
-        if (learn_shape(s.blob.data(), bytes, seq, seq_tokens, &learned, &why)) {
+        if (learn_shape(s.blob.data(), bytes, seq, s.tokens, &learned, &why)) {
             CHECK(learned.describe() != s.layout.describe());
         }
     }
@@ -155,14 +155,14 @@ void random_headers_are_read_within_bounds(const sample &s) {
         if (read_blob(s.layout, other.data(), other.size(), seq, &place, &why)) {
             CHECK(same_rows(place, s.place));
         }
-        learn_shape(other.data(), other.size(), seq, seq_tokens, &learned, &why);
+        learn_shape(other.data(), other.size(), seq, s.tokens, &learned, &why);
     }
 }
 
 void built_state_equals_the_engines_state(const sample &s) {
     std::vector<cell_range> cells;
     for (const section_place &place : s.place.sections) {
-        cells.push_back({place.positions[0], uint32_t(place.positions.size()), place.stream});
+        cells.push_back({place.cells.data(), place.rows, place.stream});
     }
     CHECK(blob_bytes(s.layout, cells) == s.blob.size());
     std::vector<uint8_t> built = s.blob;
@@ -176,21 +176,22 @@ void built_state_equals_the_engines_state(const sample &s) {
     CHECK(blob_bytes(s.layout, cells) == 0);
 }
 
-/// Two cells with one position are ambiguous.
-void repeated_positions_are_refused(const sample &s) {
-    std::vector<cell_range> cells;
-    for (const section_shape &layout : s.layout.sections) {
-        cells.push_back({3, layout.recurrent ? 0u : 2u, 0, 1});
-    }
+/// Two cells with one position are ambiguous, unless M-RoPE gives them another x or y.
+void equal_cells_are_refused(const sample &s) {
+    const bool spatial = std::any_of(s.layout.sections.begin(), s.layout.sections.end(),
+                                     [](const section_shape &one) { return one.spatial; });
     std::string why;
     blob_place place;
-    for (const bool twice : {false, true}) {
-        for (cell_range &one : cells) {
-            one.step = twice ? 0 : 1;
+    for (const int other : {0, 1, 2}) {
+        const cell_t both[2] = {{3, 3, 3, 5}, {other == 1 ? 4 : 3, other == 2 ? 4 : 3, 3, 5}};
+        std::vector<cell_range> cells;
+        for (const section_shape &layout : s.layout.sections) {
+            const bool attention = layout.kind == section_kind::cells;
+            cells.push_back({both, attention ? 2u : layout.kind == section_kind::end_state ? 1u : 0u});
         }
         std::vector<uint8_t> blob(blob_bytes(s.layout, cells));
         build_blob(s.layout, cells, seq, blob.data());
-        const bool wanted = !twice || !s.layout.has_attention();
+        const bool wanted = other == 1 || (other == 2 && spatial) || !s.layout.has_attention();
         CHECK(read_blob(s.layout, blob.data(), blob.size(), seq, &place, &why) == wanted);
     }
 }
@@ -207,10 +208,10 @@ int main(int argc, char **argv) {
             config.unified = unified;
             const sample s = make_sample(model, config);
             built_state_equals_the_engines_state(s);
-            flipped_header_bits_are_refused_or_move_positions(s);
+            flipped_header_bits_are_refused_or_change_cells(s);
             wrong_lengths_are_refused(s);
             random_headers_are_read_within_bounds(s);
-            repeated_positions_are_refused(s);
+            equal_cells_are_refused(s);
         }
     }
     llama_model_free(model);
