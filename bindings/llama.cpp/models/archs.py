@@ -159,7 +159,9 @@ ARCHS = {
     "deepseek2": ([MOE, MLA], {}),
     "deepseek32": ([MOE, MLA, INDEXER], {}),
     "glm-dsa": ([MOE, MLA, INDEXER], {}),
-    "deepseek4": ([MOE, WINDOW, INDEXER, HYPER], {
+    "deepseek4": ([MOE, INDEXER, HYPER], {
+        # As long as the longest compressed keys, as in the released models.
+        "attention.sliding_window": 128,
         "attention.head_count_kv": 1,
         # Not the indexer's length: the engine would rotate K of a cache without layers, and divide by zero.
         "attention.key_length": 128,
@@ -186,7 +188,8 @@ ARCHS = {
     "rwkv7": ([WKV], {}),
     "minimax-01": ([MOE, SSM], {"residual_scale": 1.0}),
     "minimax-m2": ([MOE], {}),
-    "minimax-m3": ([MOE, INDEXER], {}),
+    # As many heads of the indexer as KV heads, which the engine demands in long batches.
+    "minimax-m3": ([MOE, INDEXER], {"attention.indexer.head_count": 2}),
     "kimi-linear": ([MOE, KDA], {}),
     "kimi-k3": ([MOE, KDA], {
         "attn_res.block_size": 2,
