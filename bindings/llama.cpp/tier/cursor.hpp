@@ -55,21 +55,24 @@ struct reader {
     }
 };
 
-/// Writes if `data` is not null, and counts the bytes in any case.
+/// Writes if `data` is not null, and counts the bytes in any case. With `packed`, skipped bytes take no
+/// space in `data`; offsets are the same.
 struct writer {
     uint8_t *data;
+    bool packed = false;
     uint64_t at = 0;
+    uint64_t skipped = 0;
 
     template <typename T> void put(T value) {
         if (data) {
-            std::memcpy(data + at, &value, sizeof value);
+            std::memcpy(data + (packed ? at - skipped : at), &value, sizeof value);
         }
         at += sizeof value;
     }
 
     void put_bytes(const std::string &value) {
         if (data) {
-            std::memcpy(data + at, value.data(), value.size());
+            std::memcpy(data + (packed ? at - skipped : at), value.data(), value.size());
         }
         at += value.size();
     }
@@ -77,6 +80,7 @@ struct writer {
     uint64_t skip(uint64_t bytes) {
         const uint64_t here = at;
         at += bytes;
+        skipped += bytes;
         return here;
     }
 };

@@ -1,5 +1,5 @@
-// Copies pieces from the store into the context, in the order of positions. The next pieces are
-// read while the engine takes one in.
+// Copies KV from the store into the context: straight into the engine's tensors where that is possible,
+// else piece by piece, in the order of positions. The next pieces are read while the engine takes one in.
 #include "tier/tier.hpp"
 
 #include <algorithm>
@@ -122,6 +122,56 @@ uint32_t next_end(const tier_t &tier, uint32_t from, uint32_t at, uint32_t to) {
     return std::min(at + std::max(tier.chunk, std::min(tokens, tier.piece)), to);
 }
 
+/// Ends a restore into tensors. False if cells are missing.
+bool end_in_place(tier_t &tier, piece_t &piece, llama_seq_id seq, restored_t *done) {
+    const kvt_status_t status = end_piece(tier, piece, piece.deadline_ns + release_wait_ns);
+    if (!piece.buffer) {
+        tier.scratch_stuck = true;
+        done->refused = status;
+        return true;
+    }
+    if (status == KVT_OK) {
+        llama_memory_seq_cp(tier.memory, tier.scratch, seq, -1, -1);
+        done->tokens = piece.end;
+        done->bytes = piece.place.bytes;
+        tier.stats.in_place_bytes += piece.place.bytes;
+    }
+    llama_memory_seq_rm(tier.memory, tier.scratch, -1, -1);
+    return status == KVT_OK;
+}
+
+/// Restores [from, to) into the engine's tensors at once. False, with the sequence as it was, if that is
+/// not possible, or if cells are missing: then pieces restore what there is.
+bool restore_in_place(tier_t &tier, const session &held, const prompt_t &of, llama_seq_id seq, uint32_t from,
+                      uint32_t to, restored_t *done) {
+    const auto has_cells = [](const section_shape &is) { return is.kind == section_kind::cells; };
+    const std::vector<section_shape> &sections = tier.shape.sections;
+    if (tier.scratch < 0 || from == to || !std::all_of(sections.begin(), sections.end(), has_cells)) {
+        return false;
+    }
+    check_scratch(tier);
+    piece_t piece;
+    piece.first = from;
+    piece.end = to;
+    // Only for its ops: rows do not pass through it.
+    piece.buffer = take_buffer(tier, 0, 1);
+    const piece_cells has(tier, of, from, to, to, false);
+    if (!piece.buffer || !take_cells(tier, has.ranges, piece.buffer->data, &piece.place)) {
+        return false;
+    }
+    locate_cells(tier.shape, of, &piece.place);
+    piece.deadline_ns = now_ns() + get_wait_ns + piece.place.bytes * byte_wait_ns;
+    const kvt_status_t begun =
+        get_rows(tier, held, *piece.buffer, piece.place, from, to, piece.deadline_ns);
+    if (begun != KVT_OK) {
+        for (kvt_op_t *op : piece.buffer->ops) {
+            kvt_op_cancel(op);
+        }
+        piece.buffer->worst = begun;
+    }
+    return end_in_place(tier, piece, seq, done);
+}
+
 } // namespace
 
 bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uint64_t bytes) {
@@ -141,6 +191,9 @@ restored_t restore(tier_t &tier, const session &held, const prompt_t &of, llama_
                    uint32_t to, bool state) {
     restored_t done;
     done.tokens = from;
+    if (restore_in_place(tier, held, of, seq, from, to, &done)) {
+        return done;
+    }
     pipeline line(tier);
     bool empty = from == 0 || !tier.shape.has_attention();
     uint32_t at = from;

@@ -59,10 +59,15 @@ struct views_t {
     }
 };
 
+/// The address `at` bytes after `data`. Offsets of tensors outside of a blob wrap around.
+uint8_t *address(uint8_t *data, uint64_t at) {
+    return reinterpret_cast<uint8_t *>(reinterpret_cast<uintptr_t>(data) + at);
+}
+
 kvt_view_t plane_view(views_t &all, uint8_t *data, const row_order &order, uint64_t at, uint64_t row_bytes) {
     kvt_view_t view{};
     if (order.straight) {
-        view.address = data + at + order.first * row_bytes;
+        view.address = address(data, at + order.first * row_bytes);
     } else {
         view.pages = all.table(data, order, row_bytes);
         view.page_count = order.rows.size();

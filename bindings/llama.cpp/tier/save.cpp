@@ -100,7 +100,15 @@ void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count) {
     }
 }
 
-void check_scratch(const tier_t &tier) {
+void check_scratch(tier_t &tier) {
+    if (tier.scratch_stuck) {
+        if (!reap_stuck(tier)) {
+            fail(KVT_E_STATE, "the disk has not answered a restore yet, which keeps the tier's scratch "
+                              "sequence: nothing is saved or restored until it answers");
+        }
+        llama_memory_seq_rm(tier.memory, tier.scratch, -1, -1);
+        tier.scratch_stuck = false;
+    }
     if (tier.scratch >= 0 && llama_memory_seq_pos_max(tier.memory, tier.scratch) >= 0) {
         fail(KVT_E_STATE, "sequence " + std::to_string(tier.scratch) + " is the tier's scratch sequence, "
                           "but it is not empty: empty it, or set another scratch_seq");

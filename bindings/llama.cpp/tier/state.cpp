@@ -130,7 +130,7 @@ void build_cells(const section_shape &is, const cell_range &want, int32_t sequen
     out.put(want.count);
     place->stream = want.count != 0 ? want.stream : 0;
     if (!out.data) {
-        out.skip(want.count * (12 + 4 * uint64_t(is.extra_words)));
+        out.at += want.count * (12 + 4 * uint64_t(is.extra_words));
         return;
     }
     for (uint32_t i = 0; i < want.count; i++) {
@@ -304,8 +304,8 @@ uint64_t blob_bytes(const shape &is, const std::vector<cell_range> &cells) {
 }
 
 blob_place build_blob(const shape &is, const std::vector<cell_range> &cells, int32_t sequence,
-                      uint8_t *data) {
-    writer out{data};
+                      uint8_t *data, bool packed) {
+    writer out{data, packed};
     blob_place place;
     place.sections.assign(is.sections.size(), section_place{});
     out.put(blob_magic);
@@ -315,6 +315,7 @@ blob_place build_blob(const shape &is, const std::vector<cell_range> &cells, int
         build_section(is.sections[i], cells[i], sequence, out, &place.sections[i]);
     }
     place.bytes = out.at;
+    place.heading_bytes = out.at - out.skipped;
     return place;
 }
 

@@ -97,6 +97,8 @@ struct section_place {
 
 struct blob_place {
     uint64_t bytes = 0;
+    /// Bytes without rows. Only build_blob counts them.
+    uint64_t heading_bytes = 0;
     std::vector<section_place> sections;
 };
 
@@ -118,9 +120,9 @@ cell_t cell_of(const section_shape &is, const cell_t &cell);
 uint64_t blob_bytes(const shape &is, const std::vector<cell_range> &cells);
 
 /// Writes everything but rows into `data`, which has blob_bytes, and returns the places of the
-/// rows.
+/// rows. With `packed`, `data` has heading_bytes and no space for rows. `data` may be null.
 blob_place build_blob(const shape &is, const std::vector<cell_range> &cells, int32_t sequence,
-                      uint8_t *data);
+                      uint8_t *data, bool packed = false);
 
 /// Finds the shape of a blob that holds `tokens`, the first tokens of a sequence and at least two, in
 /// every section. Refuses anything that is not a blob, or that can be parsed in two ways.

@@ -12,6 +12,9 @@ namespace kvtier_llama {
 
 namespace {
 
+/// Transfers up to this length are copied by the calling thread. Waking another one takes longer than
+/// copying a few MiB, and on a busy machine it then competes with the engine's threads.
+constexpr const char *inline_bytes = "32MiB";
 constexpr uint64_t default_buffers = uint64_t(64) << 20;
 /// A disk that does not answer must not block closing.
 constexpr uint64_t close_wait_ns = uint64_t(10) * 1000000000;
@@ -134,19 +137,20 @@ void open_own_store(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
         runtime = tier.own_runtime;
     }
     kvt_store_opts_t so = KVT_STORE_OPTS_INIT;
-    std::string spec;
+    std::string spec = std::string("store(inline=") + inline_bytes;
     so.host_bytes = opts.host_bytes != 0 ? opts.host_bytes : uint64_t(1) << 30;
     if (opts.disk_path) {
         // Each opening begins a new segment, so a small disk must have space for many.
         const uint64_t disk_bytes = opts.disk_bytes != 0 ? opts.disk_bytes : uint64_t(8) << 30;
         const uint64_t segment_mib = std::min<uint64_t>(std::max<uint64_t>(disk_bytes >> 25, 1), 64);
-        spec = "store(disk=disk(path=\"kv\", bytes=1GiB, segment=" + std::to_string(segment_mib) + "MiB))";
-        so.spec = spec.c_str();
-        so.spec_bytes = spec.size();
+        spec += ", disk=disk(path=\"kv\", bytes=1GiB, segment=" + std::to_string(segment_mib) + "MiB)";
         so.disk_path = opts.disk_path;
         so.disk_path_bytes = std::strlen(opts.disk_path);
         so.disk_bytes = disk_bytes;
     }
+    spec += ")";
+    so.spec = spec.c_str();
+    so.spec_bytes = spec.size();
     if (opts.policy) {
         so.policy = opts.policy;
         so.policy_bytes = std::strlen(opts.policy);
@@ -324,17 +328,19 @@ bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *st
     return true;
 }
 
-namespace {
-
-/// Collects buffers of gets that missed their deadline and have completed since.
-void reap_stuck(tier_t &tier) {
+bool reap_stuck(tier_t &tier) {
+    bool all = true;
     for (buffer_t &buffer : tier.buffers) {
         kvt_status_t ignored = KVT_OK;
         if (buffer.stuck && reap(tier, buffer, 1, &ignored)) {
             buffer.stuck = buffer.taken = false;
         }
+        all = all && !buffer.stuck;
     }
+    return all;
 }
+
+namespace {
 
 /// Collects saves that complete before the deadline.
 bool reap_saves(tier_t &tier, uint64_t deadline_ns, bool only_one) {

@@ -122,6 +122,8 @@ struct kvt_llama_tier_t {
     /// Newest first. Shared, so that an evicted tail outlives its use.
     std::list<std::shared_ptr<const kvtier_llama::tail_t>> tails;
     uint64_t tail_bytes = 0;
+    /// The scratch sequence has cells that a get which missed its deadline may still write to.
+    bool scratch_stuck = false;
     kvt_status_t save_failure = KVT_OK;
     kvt_llama_tier_stats_t stats{};
 };
@@ -141,6 +143,8 @@ void release_memory(tier_t &tier, uint64_t bytes);
 held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns);
 /// Collects the ops of a buffer; true when all have completed and were freed.
 bool reap(tier_t &tier, buffer_t &buffer, uint64_t deadline_ns, kvt_status_t *status);
+/// Collects buffers of gets that missed their deadline and have completed since. True if none is left.
+bool reap_stuck(tier_t &tier);
 /// Waits for all saves in flight.
 bool drain(tier_t &tier, uint64_t deadline_ns);
 
@@ -184,7 +188,7 @@ void check_sequence(const tier_t &tier, llama_seq_id seq);
 /// Fails unless all tokens are in the vocabulary.
 void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count);
 /// Fails unless the scratch sequence is empty.
-void check_scratch(const tier_t &tier);
+void check_scratch(tier_t &tier);
 /// Copies [first, end) of a sequence out of the context. Null if no buffer becomes free in time, or
 /// if the sequence does not hold that range.
 held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
@@ -208,6 +212,13 @@ bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uin
 // load.cpp
 /// Records that a sequence holds these tokens, whose KV the caller put there.
 void adopt(tier_t &tier, llama_seq_id seq, const tokens_t &tokens);
+
+// direct.cpp: the only file of the tier that uses private headers of the engine.
+/// Assigns cells of the context to the scratch sequence, and finds their rows. On success offsets in
+/// `place` are those of the engine's tensors, relative to `base`. False, with the scratch sequence empty,
+/// if the context has not enough free cells in a row, if the tensors are not in host memory, or if the
+/// tier was built without KVTIER_LLAMA_SOURCE.
+bool take_cells(tier_t &tier, const std::vector<cell_range> &cells, const uint8_t *base, blob_place *place);
 
 // prefill.cpp
 /// Decodes [first, end) of a prompt in batches of at most n_batch; `logits`: those of the last token.

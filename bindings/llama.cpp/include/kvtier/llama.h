@@ -35,7 +35,8 @@ typedef struct kvt_llama_tier_t kvt_llama_tier_t;
 /** Zero selects the default of every field. */
 typedef struct kvt_llama_tier_opts_t {
     /** A store that is already open, shared by several contexts or with other users;
-        null = an own store from the four fields below. */
+        null = an own store from the four fields below, which copies up to 32 MiB in the calling
+        thread. A shared store does so with `inline=32MiB` in its spec. */
     const kvt_store_t *store;
     /** Bytes of host memory for cells of the tier's own store; 0 = 1 GiB. */
     uint64_t host_bytes;
@@ -192,6 +193,8 @@ typedef struct kvt_llama_tier_stats_t {
     uint64_t skipped_saves;
     /** Bytes of buffers: now, and at most so far. */
     uint64_t buffer_bytes, most_buffer_bytes;
+    /** Part of restored_bytes: copied from the store into the engine's cache, without a buffer. */
+    uint64_t in_place_bytes;
 } kvt_llama_tier_stats_t;
 
 kvt_status_t kvt_llama_tier_stats(const kvt_llama_tier_t *tier, kvt_llama_tier_stats_t *out);
@@ -204,7 +207,7 @@ kvt_status_t kvt_llama_tier_key(const kvt_llama_tier_t *tier, uint8_t *out_key);
  * whatever it returns. The status is the first failure of kvt_llama_flush and of closing the own store.
  * Waits at most one minute for the flush and one for the store. Memory that a hanging disk still uses
  * after that is never freed (KVT_E_TIMEOUT, KVT_E_BUSY). Free the context after this call, never
- * before.
+ * before, and not after KVT_E_TIMEOUT: the disk may still write into its cells.
  */
 kvt_status_t kvt_llama_tier_close(kvt_llama_tier_t **tier, kvt_llama_why_t *why);
 

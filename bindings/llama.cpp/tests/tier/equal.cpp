@@ -171,6 +171,43 @@ void branches_and_returning_prompts_are_reused(const test_model &m, const varian
     check_logits(v, "A B A", with_tier, reference(m, v, x, at.reused_tokens, more), false);
 }
 
+/// Leaves every other eight cells of the context free.
+void scatter_free_cells(const test_model &m, const variant &v, llama_context *ctx) {
+    const tokens_t filler = prompt(m.model, 9, v.config.n_ctx / 2);
+    for (size_t at = 0; at < filler.size(); at += 8) {
+        for (llama_seq_id seq = 1; seq < 3; seq++) {
+            CHECK(decode(ctx, seq, filler, at, at + 8, 8) == 0);
+        }
+    }
+    CHECK(llama_memory_seq_rm(llama_get_memory(ctx), 1, -1, -1));
+}
+
+/// A restore copies from the store into the cache if its cells are in a row, else through buffers.
+void restores_into_scattered_cells_pass_through_buffers(const test_model &m) {
+    variant v = {"in place", {}};
+    v.config.n_ctx = uint32_t(2 * m.count / 256 + 1) * 256;
+    const tokens_t whole = prompt(m.model, 8, m.count);
+    const size_t last = (m.count - 1) / 32 * 32;
+    open_context one(m, v, nullptr);
+    decode_all(v, one.ctx, one.tier, 0, whole);
+    flush(one.tier);
+    for (const bool scattered : {false, true}) {
+        CHECK_OK(kvt_llama_forget(one.tier, 0));
+        llama_memory_clear(llama_get_memory(one.ctx), true);
+        if (scattered) {
+            scatter_free_cells(m, v, one.ctx);
+        }
+        const uint64_t before = stats(one.tier).in_place_bytes;
+        const kvt_llama_attached_t at = attach(one.tier, 0, whole);
+        const uint64_t in_place = stats(one.tier).in_place_bytes - before;
+        CHECK(at.refused == KVT_OK && at.reused_tokens == last);
+        CHECK(in_place == (scattered || !KVTIER_TEST_IN_PLACE ? 0 : at.bytes));
+        const logits_t with_tier = continue_decode(v, one.ctx, 0, whole, last);
+        check_logits(v, scattered ? "scattered" : "in a row", with_tier, reference(m, v, whole, last, whole),
+                     !scattered);
+    }
+}
+
 } // namespace
 
 int main(int argc, char **argv) {
@@ -190,6 +227,9 @@ int main(int argc, char **argv) {
             branches_and_returning_prompts_are_reused(m, v);
             reopened_store_restores_prefixes(m, v);
         }
+    }
+    if (!m.has_states && !m.has_windows) {
+        restores_into_scattered_cells_pass_through_buffers(m);
     }
     llama_model_free(m.model);
     return 0;
