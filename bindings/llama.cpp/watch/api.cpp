@@ -185,7 +185,7 @@ kvt_status_t kvt_llama_watch_t::make(const kvt_llama_sparse_opts_t &opts, sequen
     source.spec = opts.spec && !opts.custom ? opts.spec : "";
     source.custom = opts.custom;
     const uint32_t n_window = (uint32_t) std::max(llama_model_n_swa(model_), 0);
-    kvt_status_t status = block_select::make(source, opts.block_tokens, roles_.n_layers(), n_window,
+    kvt_status_t status = block_select::make(source, opts.block_tokens, opts.keep_tokens, roles_.n_layers(), n_window,
                                              out.select, message);
     if (status == KVT_OK && opts.audit_every && flash_ == LLAMA_FLASH_ATTN_TYPE_ENABLED) {
         message = "audit_every needs attention probabilities, which flash attention does not have: open the "

@@ -40,11 +40,13 @@ size_t copy_cells(const number *from, number *to, const cell_order &order, size_
 
 } // namespace
 
-kvt_status_t block_select::make(const policy_source &source, uint32_t block_tokens, int n_layers,
-                                uint32_t n_window, std::unique_ptr<block_select> &out,
+kvt_status_t block_select::make(const policy_source &source, uint32_t block_tokens, uint32_t keep_tokens,
+                                int n_layers, uint32_t n_window, std::unique_ptr<block_select> &out,
                                 std::string &message) {
     std::unique_ptr<block_select> made(new block_select);
     made->n_window_ = n_window;
+    made->keep_tokens_ = std::max(keep_tokens, 1u);
+    made->kept_.resize((size_t) n_layers);
     // Heads are known only from a graph; the spec is checked before.
     attention_shape shape = {(uint32_t) n_layers, 1, 1, 64, block_tokens, 1u << 20};
     kvt_status_t status = made->policy_.set_source(source, message);
@@ -96,6 +98,7 @@ void block_select::forget() {
         of.marks.forget_from(0);
     }
     std::fill(sealed_.begin(), sealed_.end(), 0);
+    std::fill(kept_.begin(), kept_.end(), choice());
     kvt_sparse_reset(policy_.get());
     counts_.rebuilds += is_known;
 }
@@ -141,6 +144,7 @@ kvt_status_t block_select::read_mask(const layer_roles &layer, pool &of, std::st
         for (size_t &sealed : sealed_) {
             sealed = std::min(sealed, blocks);
         }
+        std::fill(kept_.begin(), kept_.end(), choice());
         kvt_sparse_truncate(policy_.get(), (uint32_t) (blocks * shape_.block_tokens), nullptr);
     }
     return KVT_OK;
@@ -267,6 +271,37 @@ kvt_status_t block_select::choose(const layer_roles &layer, int il, const pool &
     return status;
 }
 
+// Narrows the mask to the choice for an earlier token and the blocks that are complete since. False if
+// the layer must choose. Layers choose at different tokens, so that all tokens take about as long.
+bool block_select::use_kept(int il, pool &of) {
+    const choice &kept = kept_[(size_t) il];
+    const size_t n = of.order.size(), complete = (n - 1) / shape_.block_tokens;
+    if (is_audit_ || !kept.tokens || n <= kept.tokens || n - kept.tokens >= keep_tokens_ ||
+        (n + (size_t) il) % keep_tokens_ == 0) {
+        return false;
+    }
+    if (kept.has_all) {
+        restore(of);
+        return true;
+    }
+    ids_ = kept.ids;
+    for (size_t block = kept.blocks; block < complete; block++) {
+        ids_.push_back((uint32_t) block);
+    }
+    n_ids_ = ids_.size();
+    counts_.kept_layers++;
+    narrow(of);
+    return true;
+}
+
+void block_select::keep(int il, const pool &of) {
+    choice &kept = kept_[(size_t) il];
+    kept.ids.assign(ids_.begin(), ids_.begin() + (std::ptrdiff_t) n_ids_);
+    kept.tokens = of.order.size();
+    kept.blocks = (kept.tokens - 1) / shape_.block_tokens;
+    kept.has_all = n_ids_ == candidates_.size();
+}
+
 void block_select::restore(pool &of) {
     if (of.is_narrowed) {
         ggml_backend_tensor_set(of.mask, of.row.bytes.data(), 0, of.row.bytes.size());
@@ -348,12 +383,18 @@ kvt_status_t block_select::at_attention(const roles &found, int il, std::string 
         restore(of);
         return KVT_OK;
     }
+    if (use_kept(il, of)) {
+        return KVT_OK;
+    }
     status = seal(layer, il, of, message);
     status = status == KVT_OK ? choose(layer, il, of, message) : status;
     if (status != KVT_OK || n_ids_ == candidates_.size()) {
         restore(of);
     } else {
         narrow(of);
+    }
+    if (status == KVT_OK && keep_tokens_ > 1) {
+        keep(il, of);
     }
     return status;
 }

@@ -23,6 +23,7 @@ struct select_counts {
     uint64_t seen_cells = 0; // cells that the engine would have attended to in those layers
     uint64_t masked_cells = 0; // masked cells among these
     uint64_t rebuilds = 0; // times that all metadata had to be rebuilt
+    uint64_t kept_layers = 0; // layers that were narrowed to a choice for an earlier token
     uint64_t audited_layers = 0; // layers whose choice was compared with the attention of all cells
     double audited_mass = 0; // sum over these of the share of the attention that was chosen
 };
@@ -30,8 +31,8 @@ struct select_counts {
 class block_select {
   public:
     // Fails with a text if the policy cannot be served here.
-    static kvt_status_t make(const policy_source &source, uint32_t block_tokens, int n_layers,
-                             uint32_t n_window, std::unique_ptr<block_select> &out,
+    static kvt_status_t make(const policy_source &source, uint32_t block_tokens, uint32_t keep_tokens,
+                             int n_layers, uint32_t n_window, std::unique_ptr<block_select> &out,
                              std::string &message);
     void adopt() { policy_.adopt(); }
 
@@ -69,6 +70,15 @@ class block_select {
         bool is_open = false; // some of its tokens may be masked
     };
 
+    // The choice of a layer, and for how many tokens and blocks it was made.
+    struct choice {
+        std::vector<uint32_t> ids;
+        size_t tokens = 0, blocks = 0; // 0: none
+        bool has_all = false; // all blocks were chosen
+    };
+
+    bool use_kept(int il, pool &of);
+    void keep(int il, const pool &of);
     kvt_status_t read_mask(const layer_roles &layer, pool &of, std::string &message);
     pool &pool_of(const layer_roles &layer, bool &is_first);
     kvt_status_t open_for_heads(const layer_roles &layer, std::string &message);
@@ -82,6 +92,8 @@ class block_select {
     attention_shape shape_;
     bool has_shape_ = false; // heads are known
     uint32_t n_window_ = 0;
+    uint32_t keep_tokens_ = 1; // tokens that a choice serves
+    std::vector<choice> kept_; // by layer
     bool is_own_ = false, is_audit_ = false, has_audit_ = false, has_narrowed_ = false;
     std::vector<ggml_tensor *> masks_; // of this graph, in the order in which layers use them
     std::vector<pool> pools_;

@@ -265,6 +265,7 @@ void kvt_llama_watch_t::add_counts(const sequence_policy &of, kvt_llama_watch_st
         to.sparse_tokens += counts.tokens;
         to.sparse_layers += counts.layers;
         to.seen_cells += counts.seen_cells;
+        to.kept_layers += counts.kept_layers;
         to.masked_cells += counts.masked_cells;
         to.rebuilds += counts.rebuilds;
         to.audited_layers += counts.audited_layers;

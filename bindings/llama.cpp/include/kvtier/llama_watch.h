@@ -88,6 +88,11 @@ typedef struct kvt_llama_sparse_opts_t {
      * the attention of all cells (audited_mass below). Without flash attention only.
      */
     uint32_t audit_every;
+    /**
+     * Tokens that a choice of blocks serves in its layer, with the blocks completed since; 0 or 1 = each
+     * token chooses anew. 4 quarters what choosing costs.
+     */
+    uint32_t keep_tokens;
 } kvt_llama_sparse_opts_t;
 
 #ifdef __cplusplus
@@ -163,6 +168,8 @@ typedef struct kvt_llama_watch_stats_t {
     uint64_t policy_ns;
     /** Policies that ended because a requirement was not met. */
     uint64_t ended;
+    /** Part of sparse_layers: the choice was made for an earlier token (keep_tokens). */
+    uint64_t kept_layers;
 } kvt_llama_watch_stats_t;
 
 kvt_status_t kvt_llama_watch_stats(const kvt_llama_watch_t *watch, kvt_llama_watch_stats_t *out);

@@ -131,17 +131,24 @@ void bench_h2o(llama_model *model, const std::vector<llama_token> &tokens, size_
     print_value("h2o_policy_share_1024", r.policy_ns / median(r.plain_ns), "x", "token without");
 }
 
-// Selects a quarter of the blocks of a context, and all of them.
+// Selects a quarter of the blocks of a context, for each token or for several, and all of them.
 void bench_quest(llama_model *model, const std::vector<llama_token> &tokens, size_t n, size_t steps,
-                 const char *name) {
+                 const std::string &length) {
     const uint32_t n_ctx = n > 2000 ? 8192 : 2048;
     const std::vector<uint8_t> state = long_state(model, tokens, n, n_ctx, true);
     char spec[96], bar[96];
-    for (const size_t budget : {n / 4, (size_t) 1 << 20}) {
+    struct setting {
+        size_t budget;
+        uint32_t keep_tokens;
+    };
+    for (const auto &[budget, keep] : {setting{n / 4, 1}, {n / 4, 4}, {(size_t) 1 << 20, 1}}) {
+        const std::string kept = keep > 1 ? "_keep" + std::to_string(keep) : "";
+        const std::string full_name = length + kept;
+        const char *name = full_name.c_str();
         watched w(model, bench_params(n_ctx, true));
         context_ptr plain = open(model, bench_params(n_ctx, true));
         std::snprintf(spec, sizeof spec, "quest(budget=%zu, share=bound, dense=0)", budget);
-        CHECK(w.policy(0, spec) == KVT_OK);
+        CHECK(w.policy(0, spec, 0, 0, keep) == KVT_OK);
         llama_state_seq_set_data(w.ctx.get(), state.data(), state.size(), 0);
         llama_state_seq_set_data(plain.get(), state.data(), state.size(), 0);
         std::vector<llama_token> padded(n, 0);
@@ -155,7 +162,7 @@ void bench_quest(llama_model *model, const std::vector<llama_token> &tokens, siz
             continue;
         }
         std::snprintf(bar, sizeof bar, "quest_policy_%s", name);
-        print(bar, r.policy_ns / token_ns, "share", "token without", 1, 0.03, true);
+        print(bar, r.policy_ns / token_ns, "share", "token without", 1, 0.015, true);
         std::snprintf(bar, sizeof bar, "quest_quarter_%s", name);
         if (n > 2000) {
             print(bar, 1 / median(r.ratios), "x faster", "token without", 1, 1.5, false);

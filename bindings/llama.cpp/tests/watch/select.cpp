@@ -68,6 +68,67 @@ kvt_sparse_custom_t even_blocks_policy(const kvt_sparse_traits_t &traits, int &r
     return custom;
 }
 
+kvt_status_t count_and_select_even_blocks(void *user_data, uint32_t layer, const kvt_rows_t *query,
+                                          const uint32_t *candidates, uint64_t n,
+                                          const kvt_sparse_context_t *context, uint32_t *ids, uint64_t *count_out) {
+    ++*static_cast<int *>(user_data);
+    return select_even_blocks(nullptr, layer, query, candidates, n, context, ids, count_out);
+}
+
+kvt_sparse_traits_t even_blocks_traits() {
+    kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
+    traits.caps = KVT_SPARSE_LOAD_DECODE;
+    traits.needs = KVT_NEEDS_KEYS | KVT_NEEDS_QUERIES;
+    traits.scope = KVT_SCOPE_LAYER;
+    traits.granularity = KVT_GRANULARITY_BLOCK;
+    traits.flags = KVT_SPARSE_SELECTS;
+    return traits;
+}
+
+// With keep_tokens, a layer asks the policy every few tokens, and sees blocks completed since.
+void kept_choices_serve_later_tokens(llama_model *model, bool flash) {
+    constexpr size_t n_steps = 8; // no block is completed in these
+    const std::vector<llama_token> tokens = random_tokens(model, n_all, 9);
+    const kvt_sparse_traits_t traits = even_blocks_traits();
+    std::vector<std::vector<float>> expected;
+    for (const uint32_t keep : {1u, 4u}) {
+        int calls = 0;
+        kvt_sparse_custom_t custom = even_blocks_policy(traits, calls);
+        custom.select_blocks = count_and_select_even_blocks;
+        custom.destroy = nullptr;
+        watched w(model, params(1024, flash));
+        kvt_llama_sparse_opts_t opts = {};
+        opts.custom = &custom;
+        opts.keep_tokens = keep;
+        CHECK(kvt_llama_watch_policy(w.watch, 0, &opts, &w.why) == KVT_OK);
+        CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK);
+        for (size_t i = n_prompt; i < n_all; i++) {
+            CHECK(w.decode(tokens, i, i + 1) == KVT_OK);
+            if (i >= n_prompt + n_steps) {
+                continue;
+            }
+            if (keep == 1) {
+                expected.push_back(logits(w.ctx.get()));
+            } else {
+                CHECK(logits(w.ctx.get()) == expected[i - n_prompt]);
+            }
+        }
+        const kvt_llama_watch_stats_t stats = w.stats();
+        const uint64_t all = (n_all - n_prompt) * (uint64_t) llama_model_n_layer(model);
+        CHECK(stats.sparse_layers == all && (uint64_t) calls + stats.kept_layers == all);
+        CHECK(keep == 1 ? !stats.kept_layers : stats.kept_layers >= all * 7 / 10);
+        CHECK(!w.is_exact() && stats.masked_cells > 0);
+    }
+    // Kept choices of everything change nothing.
+    watched w(model, params(1024, flash));
+    CHECK(w.policy(0, "quest(budget=4096, dense=0)", 0, 0, 4) == KVT_OK);
+    CHECK(w.decode(tokens, 0, n_prompt) == KVT_OK);
+    for (size_t i = n_prompt; i < n_all; i++) {
+        CHECK(w.decode(tokens, i, i + 1) == KVT_OK);
+    }
+    CHECK(w.is_exact() && w.stats().masked_cells == 0);
+}
+
 // Blocks masked in every layer equal blocks removed from a sequence without a watch. A second sequence
 // keeps the removed cells in use, so that new tokens do not reuse them in another order.
 void masked_blocks_equal_removed_blocks(llama_model *model, llama_context_params p) {
@@ -76,12 +137,7 @@ void masked_blocks_equal_removed_blocks(llama_model *model, llama_context_params
     int released = 0;
     {
         watched w(model, p);
-        kvt_sparse_traits_t traits = KVT_SPARSE_TRAITS_INIT;
-        traits.caps = KVT_SPARSE_LOAD_DECODE;
-        traits.needs = KVT_NEEDS_KEYS | KVT_NEEDS_QUERIES;
-        traits.scope = KVT_SCOPE_LAYER;
-        traits.granularity = KVT_GRANULARITY_BLOCK;
-        traits.flags = KVT_SPARSE_SELECTS;
+        const kvt_sparse_traits_t traits = even_blocks_traits();
         const kvt_sparse_custom_t custom = even_blocks_policy(traits, released);
         kvt_llama_sparse_opts_t opts = {};
         opts.custom = &custom;
@@ -285,6 +341,7 @@ int main() {
             other_sequences_are_unchanged(model.get(), flash, true);
             other_sequences_are_unchanged(model.get(), flash, false);
             replaced_and_truncated_sequences_are_followed(model.get(), flash);
+            kept_choices_serve_later_tokens(model.get(), flash);
         }
         // 8-bit keys are read, too.
         llama_context_params p = params(1024, true);

@@ -30,11 +30,12 @@ struct watched {
     }
 
     kvt_status_t policy(llama_seq_id seq, const char *spec, uint32_t block_tokens = 0,
-                        uint32_t audit_every = 0) {
+                        uint32_t audit_every = 0, uint32_t keep_tokens = 0) {
         kvt_llama_sparse_opts_t opts = {};
         opts.spec = spec;
         opts.block_tokens = block_tokens;
         opts.audit_every = audit_every;
+        opts.keep_tokens = keep_tokens;
         return kvt_llama_watch_policy(watch, seq, &opts, &why);
     }
 
