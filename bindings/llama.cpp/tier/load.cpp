@@ -120,7 +120,7 @@ kvt_lookup_t lookup_once(const tier_t &tier, const request &of, size_t count,
 
 /// Looks the prompt up at the store's remote. A late answer is none.
 std::unique_ptr<session> look_up_remote(const tier_t &tier, const request &of, size_t count) {
-    auto asking = std::make_unique<session>(tier, of.tokens, count);
+    auto asking = std::make_unique<session>(tier, prompt_t{of.tokens, count});
     kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
     until.deadline_ns = now_ns() + remote_wait_ns;
     kvt_op_t *op = nullptr;
