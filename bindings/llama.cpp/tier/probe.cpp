@@ -111,15 +111,20 @@ std::vector<bool> forgetting_sections(tier_t &tier, llama_seq_id seq, int32_t di
 }
 
 /// Finds the window of each section: the least distance at which it forgets a cell. The engine tells
-/// whether there are windows, except in memories that cannot copy a part of a sequence.
+/// whether there are windows, except for DeepSeek V4.
 void probe_windows(tier_t &tier, llama_seq_id seq) {
     const bool known = tier.shape.heading.empty();
-    const uint32_t most = llama_n_ctx_seq(tier.ctx);
-    if ((known && llama_model_n_swa(llama_get_model(tier.ctx)) <= 1) || !tier.shape.has_attention()) {
+    const int32_t named = llama_model_n_swa(llama_get_model(tier.ctx));
+    if ((known && named <= 1) || !tier.shape.has_attention()) {
         return;
     }
+    // Equal for contexts of any length, so that these share KV.
+    const uint32_t most = std::max(llama_n_ctx_seq(tier.ctx), uint32_t(std::max(named, 0)));
+    // DeepSeek V4 writes all keys up to a distance, so only short ones are tried there.
+    const std::vector<bool> any = known ? forgetting_sections(tier, seq, int32_t(most)) : std::vector<bool>();
     for (size_t i = 0; i < tier.shape.sections.size(); i++) {
-        if (tier.shape.sections[i].kind != section_kind::cells) {
+        const section_shape &section = tier.shape.sections[i];
+        if (section.kind != section_kind::cells || section.planes.empty() || (known && !any[i])) {
             continue;
         }
         uint32_t kept = 0, lost = 1;
@@ -219,6 +224,9 @@ void probe(tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     std::string why;
     if (!learn_shape(blob.data(), blob.size(), seq, tokens, &tier.shape, &why)) {
         fail(KVT_E_UNSUPPORTED, why);
+    }
+    for (section_shape &section : tier.shape.sections) {
+        section.no_token = media_token(model);
     }
     check_building(tier, blob, seq);
     probe_windows(tier, seq);
