@@ -161,7 +161,7 @@ void context_t::state_given(llama_seq_id seq, const uint8_t *data, size_t bytes,
     known[seq].engine = known[seq].program = tokens.size();
     if (kvt_llama_tier_t *tier = current()) {
         kvtier_llama::guarded(nullptr, [&] {
-            kvtier_llama::adopt(*tier, seq, tokens);
+            kvtier_llama::adopt(*tier, seq, {tokens.data(), tokens.size(), nullptr});
             return KVT_OK;
         });
     }

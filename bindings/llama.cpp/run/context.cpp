@@ -293,7 +293,7 @@ void context_t::commit(llama_seq_id seq, bool state) {
         return;
     }
     kvtier_llama::guarded(nullptr, [&] {
-        kvtier_llama::commit(*tier, seq, has.tokens.data(), has.engine, state);
+        kvtier_llama::commit(*tier, seq, {has.tokens.data(), has.engine, nullptr}, state);
         return KVT_OK;
     });
 }

@@ -193,6 +193,14 @@ bool is_causal(const llama_context *ctx, const llama_context_params *params) {
            value_of(model, nullptr, arch + ".attention.causal") != "false";
 }
 
+llama_token media_token(const llama_model *model) {
+    const std::string arch = value_of(model, nullptr, "general.architecture");
+    const std::string image = value_of(model, nullptr, arch + ".ple.image_token_id");
+    const std::string end = value_of(model, nullptr, arch + ".ple.eos_token_id");
+    const bool has_image = !image.empty() && image != "0";
+    return has_image || !end.empty() ? llama_token(std::atoi((has_image ? image : end).c_str())) : -1;
+}
+
 identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts) {
     const llama_model *model = llama_get_model(tier.ctx);
     const llama_context_params plain = llama_context_default_params();

@@ -14,9 +14,8 @@ constexpr uint64_t remote_wait_ns = 500000000;
 /// An attach request and what is known about it.
 struct request {
     llama_seq_id seq;
-    const llama_token *tokens;
-    /// Most tokens that may be reused: one less than the prompt has.
-    size_t limit;
+    /// The part of the prompt that may be reused: all but its last token, or the media that end it.
+    prompt_t prompt;
     /// Tokens that the sequence already has, equal to the prompt's, from which decoding can
     /// continue.
     size_t keep = 0;
@@ -38,12 +37,9 @@ void check_held(tier_t &tier, const request &of) {
 
 /// Length of the common prefix that can stay, if the engine can continue from its end.
 size_t reusable_length(const tier_t &tier, const request &of) {
-    const tokens_t &has = tier.sequences.at(of.seq).tokens;
-    const size_t both = std::min(has.size(), of.limit);
-    const auto differ = std::mismatch(has.begin(), has.begin() + long(both), of.tokens);
-    const size_t common = size_t(differ.first - has.begin());
-    const size_t end = size_t(llama_memory_seq_pos_max(tier.memory, of.seq) + 1);
-    if (common == end || common == 0) {
+    const size_t common = of.prompt.common(tier.sequences.at(of.seq).prompt());
+    const llama_pos end = llama_memory_seq_pos_max(tier.memory, of.seq) + 1;
+    if (of.prompt.end_position(common) == end || common == 0) {
         return common;
     }
     if (tier.shape.has_states()) {
@@ -101,14 +97,14 @@ private:
 
 kvt_lookup_t lookup_once(const tier_t &tier, const request &of, size_t count,
                        std::vector<kvt_range_t> *ranges) {
-    const auto *token_words = reinterpret_cast<const uint32_t *>(of.tokens);
+    const stored_sequence all(of.prompt.prefix(count));
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
     ranges->resize(64);
     for (;;) {
         uint64_t range_count = 0;
         const kvt_status_t status =
-            kvt_namespace_lookup(tier.kv_namespace, token_words, count, ranges->data(), ranges->size(),
-                                 sizeof(kvt_range_t), &range_count, &sum, nullptr);
+            kvt_namespace_lookup_media(tier.kv_namespace, &all.sequence, ranges->data(), ranges->size(),
+                                       sizeof(kvt_range_t), &range_count, &sum, nullptr);
         if (status != KVT_E_TOO_SMALL) {
             demand(status, nullptr, "looking up the prompt's KV");
             ranges->resize(range_count);
@@ -120,7 +116,7 @@ kvt_lookup_t lookup_once(const tier_t &tier, const request &of, size_t count,
 
 /// Looks the prompt up at the store's remote. A late answer is none.
 std::unique_ptr<session> look_up_remote(const tier_t &tier, const request &of, size_t count) {
-    auto asking = std::make_unique<session>(tier, prompt_t{of.tokens, count});
+    auto asking = std::make_unique<session>(tier, of.prompt.prefix(count));
     kvt_submit_opts_t until = KVT_SUBMIT_OPTS_INIT;
     until.deadline_ns = now_ns() + remote_wait_ns;
     kvt_op_t *op = nullptr;
@@ -131,22 +127,34 @@ std::unique_ptr<session> look_up_remote(const tier_t &tier, const request &of, s
     return asking;
 }
 
+/// The longest part of `length` tokens that is full chunks and cuts no media.
+size_t whole_chunks(const tier_t &tier, const request &of, size_t length) {
+    size_t end = full_chunks(tier, length);
+    while (of.prompt.cut(end) != end) {
+        end = full_chunks(tier, of.prompt.cut(end));
+    }
+    return end;
+}
+
 lookup_result lookup(tier_t &tier, const request &of, size_t count) {
     lookup_result out;
-    if (count == 0) {
-        return out;
+    while (count != 0) {
+        kvt_lookup_t sum = lookup_once(tier, of, count, &out.ranges);
+        if (tier.has_remote && !out.asking && sum.reusable_soon_tokens < count) {
+            out.asking = look_up_remote(tier, of, count);
+            sum = lookup_once(tier, of, count, &out.ranges);
+        }
+        if (sum.reusable_soon_tokens > sum.reusable_tokens) {
+            drain(tier, now_ns() + pending_wait_ns);
+            sum = lookup_once(tier, of, count, &out.ranges);
+        }
+        out.reusable = full_chunks(tier, std::min<uint64_t>(sum.reusable_tokens, count));
+        count = whole_chunks(tier, of, out.reusable);
+        if (count == out.reusable) {
+            return out;
+        }
     }
-    kvt_lookup_t sum = lookup_once(tier, of, count, &out.ranges);
-    if (tier.has_remote && sum.reusable_soon_tokens < count) {
-        out.asking = look_up_remote(tier, of, count);
-        sum = lookup_once(tier, of, count, &out.ranges);
-    }
-    if (sum.reusable_soon_tokens > sum.reusable_tokens) {
-        drain(tier, now_ns() + pending_wait_ns);
-        sum = lookup_once(tier, of, count, &out.ranges);
-    }
-    out.reusable = full_chunks(tier, std::min<uint64_t>(sum.reusable_tokens, count));
-    return out;
+    return {};
 }
 
 void count_tiers(const lookup_result &from, size_t first, size_t end, kvt_llama_attached_t *out) {
@@ -169,11 +177,10 @@ void check_saved(tier_t &tier, sequence_t &has) {
     if (has.saved == 0 || tier.shape.has_states() || tier.shape.has_windows()) {
         return;
     }
-    const auto *token_words = reinterpret_cast<const uint32_t *>(has.tokens.data());
+    const stored_sequence all(has.prompt().prefix(has.saved));
     kvt_lookup_t sum = KVT_LOOKUP_INIT;
-    if (kvt_namespace_lookup(tier.kv_namespace, token_words, has.saved, nullptr, 0, sizeof(kvt_range_t),
-                             nullptr, &sum,
-                             nullptr) != KVT_E_INVALID) {
+    if (kvt_namespace_lookup_media(tier.kv_namespace, &all.sequence, nullptr, 0, sizeof(kvt_range_t), nullptr,
+                                   &sum, nullptr) != KVT_E_INVALID) {
         has.saved = full_chunks(tier, std::min<uint64_t>(has.saved, sum.reusable_soon_tokens));
     }
 }
@@ -186,12 +193,12 @@ bool truncate_to(tier_t &tier, const request &of, size_t keep) {
         save(tier, of.seq, now_ns() + pending_wait_ns, true);
         keep_tail(tier, of.seq);
     }
-    bool kept = keep != 0 && llama_memory_seq_rm(tier.memory, of.seq, llama_pos(keep), -1);
+    bool kept = keep != 0 && llama_memory_seq_rm(tier.memory, of.seq, of.prompt.position(keep), -1);
     if (!kept) {
         llama_memory_seq_rm(tier.memory, of.seq, -1, -1);
         keep = 0;
     }
-    has.tokens.resize(keep);
+    has.shorten(keep);
     has.saved = std::min(has.saved, full_chunks(tier, keep));
     has.state_saved = std::min(has.state_saved, keep);
     return kept;
@@ -199,7 +206,7 @@ bool truncate_to(tier_t &tier, const request &of, size_t keep) {
 
 void record_tokens(tier_t &tier, const request &of, size_t count) {
     sequence_t &has = tier.sequences[of.seq];
-    has.tokens.assign(of.tokens, of.tokens + count);
+    has.assign(of.prompt.prefix(count));
     has.saved = full_chunks(tier, count);
     has.state_saved = count;
     has.forgotten = false;
@@ -221,7 +228,7 @@ size_t discard_sequence(tier_t &tier, const request &of) {
 /// has.
 size_t restore_prefix(tier_t &tier, request &of, const lookup_result &cached, size_t from, size_t to,
                       const tail_t *tail) {
-    const prompt_t prefix{of.tokens, to};
+    const prompt_t prefix = of.prompt.prefix(to);
     const session held(tier, prefix);
     const bool alone = !tier.shape.has_attention();
     const bool with_state = !tail && tier.shape.has_states();
@@ -255,7 +262,7 @@ size_t restore_prefix(tier_t &tier, request &of, const lookup_result &cached, si
             return discard_sequence(tier, of);
         }
     }
-    if (llama_memory_seq_pos_max(tier.memory, of.seq) + 1 != llama_pos(end)) {
+    if (llama_memory_seq_pos_max(tier.memory, of.seq) + 1 != of.prompt.end_position(end)) {
         refuse(tier, of, KVT_E_STATE);
         return discard_sequence(tier, of);
     }
@@ -265,7 +272,7 @@ size_t restore_prefix(tier_t &tier, request &of, const lookup_result &cached, si
 
 /// A tail whose prefix is available, or may be: with states only the restore shows that.
 std::shared_ptr<const tail_t> usable_tail(const tier_t &tier, const request &of, size_t reusable) {
-    std::shared_ptr<const tail_t> tail = find_tail(tier, of.tokens, of.limit, std::max(reusable, of.keep));
+    std::shared_ptr<const tail_t> tail = find_tail(tier, of.prompt, std::max(reusable, of.keep));
     if (!tail || (tier.scratch < 0 && tier.shape.has_attention())) {
         return nullptr;
     }
@@ -275,7 +282,7 @@ std::shared_ptr<const tail_t> usable_tail(const tier_t &tier, const request &of,
 }
 
 size_t attach_prefix(tier_t &tier, request &of) {
-    size_t limit = full_chunks(tier, of.limit);
+    size_t limit = whole_chunks(tier, of, of.prompt.count);
     // A get may find less than the lookup did, since that can be stale. Then look up a shorter
     // prefix.
     for (int attempt = 0; attempt < 3; attempt++) {
@@ -302,7 +309,7 @@ size_t attach_prefix(tier_t &tier, request &of) {
         if (end > of.keep || end == limit) {
             return end;
         }
-        limit = std::min(limit, tail ? limit : full_chunks(tier, to - 1));
+        limit = std::min(limit, tail ? limit : whole_chunks(tier, of, to - 1));
     }
     of.out->host_tokens = of.out->disk_tokens = 0;
     const size_t keep = std::min(of.keep, tier.sequences[of.seq].tokens.size());
@@ -321,11 +328,27 @@ void record_holes(tier_t &tier, const request &of, size_t count) {
     }
 }
 
+/// The end of what a plan restores: before the first media that would have to be computed, which only the
+/// caller can, and before trailing holes.
+size_t end_of_plan(const tier_t &tier, const request &of, const std::vector<kvt_plan_step_t> &plan,
+                   uint64_t count) {
+    size_t last = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        const size_t first = plan[i].first_token, end = first + plan[i].tokens;
+        if (plan[i].kind != KVT_PLAN_RECOMPUTE) {
+            last = end;
+        } else if (of.prompt.has_media(first, end)) {
+            break;
+        }
+    }
+    return whole_chunks(tier, of, last);
+}
+
 /// Like attach_prefix, with holes: decodes what is missing between resident ranges, in order.
 size_t attach_holes(tier_t &tier, request &of) {
-    const size_t limit = full_chunks(tier, of.limit);
+    const size_t limit = whole_chunks(tier, of, of.prompt.count);
     const lookup_result cached = lookup(tier, of, limit);
-    const prompt_t prefix{of.tokens, limit};
+    const prompt_t prefix = of.prompt.prefix(limit);
     const session held(tier, prefix);
     std::vector<kvt_plan_step_t> plan(limit / tier.chunk + 1);
     uint64_t count = 0;
@@ -335,20 +358,17 @@ size_t attach_holes(tier_t &tier, request &of) {
                                                      sizeof plan[0], &count, nullptr, &error);
         demand(status, error, "planning the restore");
     }
-    while (count > 0 && plan[count - 1].kind == KVT_PLAN_RECOMPUTE) {
-        count--;
-    }
-    const size_t last = count != 0 ? plan[count - 1].first_token + plan[count - 1].tokens : 0;
+    const size_t last = end_of_plan(tier, of, plan, count);
     const size_t keep = last > of.keep ? full_chunks(tier, of.keep) : of.keep;
     of.keep = truncate_to(tier, of, keep) ? keep : 0;
     size_t end = of.keep;
     for (uint64_t i = 0; i < count; i++) {
-        const size_t to = plan[i].first_token + plan[i].tokens;
+        const size_t to = std::min<size_t>(plan[i].first_token + plan[i].tokens, last);
         if (to <= end) {
             continue;
         }
         if (plan[i].kind == KVT_PLAN_RECOMPUTE) {
-            if (decode(tier, of.seq, of.tokens, end, to, false) != 0) {
+            if (decode(tier, of.seq, of.prompt, end, to, false) != 0) {
                 return discard_sequence(tier, of);
             }
             of.out->recomputed_tokens += uint32_t(to - end);
@@ -388,6 +408,7 @@ void attach(tier_t &tier, request &of) {
     const size_t end = tier.holes ? attach_holes(tier, of) : attach_prefix(tier, of);
     kvt_llama_attached_t &out = *of.out;
     out.reused_tokens = uint32_t(end);
+    out.next_position = of.prompt.position(end);
     out.kept_tokens = uint32_t(std::min(of.keep, end));
     kvt_llama_tier_stats_t &stats = tier.stats;
     stats.reused_tokens += out.reused_tokens;
@@ -399,13 +420,13 @@ void attach(tier_t &tier, request &of) {
 
 } // namespace
 
-void adopt(tier_t &tier, llama_seq_id seq, const tokens_t &tokens) {
+void adopt(tier_t &tier, llama_seq_id seq, const prompt_t &of) {
     sequence_t &has = tier.sequences[seq];
     has = sequence_t{};
-    has.tokens = tokens;
+    has.assign(of);
     // What is still in the store is not copied again; with states and windows the lookup does not tell.
     const bool plain = !tier.shape.has_states() && !tier.shape.has_windows();
-    has.saved = plain ? full_chunks(tier, tokens.size()) : 0;
+    has.saved = plain ? full_chunks(tier, of.count) : 0;
     check_saved(tier, has);
 }
 
@@ -413,21 +434,20 @@ void adopt(tier_t &tier, llama_seq_id seq, const tokens_t &tokens) {
 
 using namespace kvtier_llama;
 
-extern "C" kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id seq,
-                                         const llama_token *tokens, size_t n_tokens,
-                                         kvt_llama_attached_t *out, kvt_llama_why_t *why) {
+extern "C" kvt_status_t kvt_llama_attach_prompt(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                                const kvt_llama_prompt_t *prompt, kvt_llama_attached_t *out,
+                                                kvt_llama_why_t *why) {
     kvt_llama_attached_t unseen;
     kvt_llama_attached_t *report = out ? out : &unseen;
     *report = kvt_llama_attached_t{};
     return guarded(why, [&] {
-        if (!tier || !tokens || n_tokens == 0 || n_tokens > INT32_MAX) {
-            fail(KVT_E_INVALID, "tier or tokens is null, or n_tokens is not in 1..INT32_MAX: a prompt "
-                                "is required");
+        if (!tier || !prompt || !prompt->tokens || prompt->n_tokens == 0) {
+            fail(KVT_E_INVALID, "tier, prompt or tokens is null, or n_tokens is 0: a prompt is required");
         }
         const uint64_t start = now_ns();
         check_sequence(*tier, seq);
-        check_tokens(*tier, tokens, n_tokens);
-        request of{seq, tokens, n_tokens - 1, 0, report};
+        const given_t given(*tier, *prompt);
+        request of{seq, given.prompt.prefix(given.prompt.cut(given.prompt.count - 1)), 0, report};
         const kvt_status_t status = guarded(why, [&] {
             attach(*tier, of);
             return KVT_OK;
@@ -445,4 +465,11 @@ extern "C" kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id se
         tier->stats.attach_ns += report->ns;
         return KVT_OK;
     });
+}
+
+extern "C" kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                         const llama_token *tokens, size_t n_tokens,
+                                         kvt_llama_attached_t *out, kvt_llama_why_t *why) {
+    const kvt_llama_prompt_t prompt = {tokens, n_tokens, nullptr, 0};
+    return kvt_llama_attach_prompt(tier, seq, &prompt, out, why);
 }

@@ -34,15 +34,15 @@ struct batch_owner {
 
 } // namespace
 
-int decode(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t first, size_t end, bool logits) {
+int decode(tier_t &tier, llama_seq_id seq, const prompt_t &of, size_t first, size_t end, bool logits) {
     const size_t most = llama_n_batch(tier.ctx);
     batch_owner own(int32_t(std::min(end - first, most)));
     for (size_t at = first; at < end;) {
         const size_t count = std::min(end - at, most);
         own.batch.n_tokens = int32_t(count);
         for (size_t i = 0; i < count; i++) {
-            own.batch.token[i] = tokens[at + i];
-            own.batch.pos[i] = llama_pos(at + i);
+            own.batch.token[i] = of.tokens[at + i];
+            own.batch.pos[i] = of.position(at + i);
             own.batch.n_seq_id[i] = 1;
             own.batch.seq_id[i][0] = seq;
             own.batch.logits[i] = logits && at + i + 1 == end;
@@ -73,10 +73,11 @@ extern "C" kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id s
                                 "token is required");
         }
         check_sequence(*tier, seq);
-        check_tokens(*tier, tokens, n_tokens);
+        const prompt_t of{tokens, n_tokens};
+        check_tokens(*tier, of);
         for (size_t at = first; at < n_tokens;) {
             const size_t end = batch_end(*tier, at, n_tokens);
-            const int status = decode(*tier, seq, tokens, at, end, end == n_tokens);
+            const int status = decode(*tier, seq, of, at, end, end == n_tokens);
             if (status != 0) {
                 fail(status == 1 ? KVT_E_BUDGET : KVT_E_STATE,
                      status == 1 ? "the KV cache has no free cells for these tokens: free sequences, or make "
@@ -86,7 +87,7 @@ extern "C" kvt_status_t kvt_llama_prefill(kvt_llama_tier_t *tier, llama_seq_id s
             at = end;
             const uint64_t start = now_ns();
             const kvt_status_t saved = guarded(nullptr, [&] {
-                commit(*tier, seq, tokens, at, true);
+                commit(*tier, seq, of.prefix(at), true);
                 return KVT_OK;
             });
             // A failed save must not fail the prompt.

@@ -169,11 +169,18 @@ void locate_cells(const shape &is, const prompt_t &of, blob_place *place) {
         section_place &where = place->sections[i];
         where.indices.clear();
         for (const cell_t &cell : where.cells) {
-            const bool inside = cell.position >= 0 && size_t(cell.position) < of.count;
-            const cell_t wanted = inside ? cell_of(section, of.cell(size_t(cell.position))) : cell_t{};
-            const bool same = section.is_state() || (cell.x == wanted.x && cell.y == wanted.y &&
-                                                     cell.token == wanted.token);
-            where.indices.push_back(inside && same ? cell.position : -1);
+            if (section.is_state()) {
+                const size_t length = of.length_before(cell.position + 1);
+                const bool is_last = length != 0 && of.cell(length - 1).position == cell.position;
+                where.indices.push_back(is_last ? int32_t(length) - 1 : -1);
+                continue;
+            }
+            const size_t index = of.find(cell);
+            const bool inside = index < of.count;
+            const cell_t wanted = inside ? cell_of(section, of.cell(index)) : cell_t{};
+            const bool same = cell.position == wanted.position && cell.x == wanted.x && cell.y == wanted.y &&
+                              cell.token == wanted.token;
+            where.indices.push_back(inside && same ? int32_t(index) : -1);
         }
     }
 }

@@ -36,7 +36,8 @@ uint64_t copy_out(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end, 
     if (tier.scratch < 0) {
         return llama_state_seq_get_data(tier.ctx, buffer.data, buffer.bytes, seq);
     }
-    llama_memory_seq_cp(tier.memory, seq, tier.scratch, llama_pos(first), llama_pos(end));
+    const prompt_t of = tier.sequences[seq].prompt();
+    llama_memory_seq_cp(tier.memory, seq, tier.scratch, of.cell(first).position, of.end_position(end));
     const uint64_t bytes = llama_state_seq_get_data(tier.ctx, buffer.data, buffer.bytes, tier.scratch);
     llama_memory_seq_rm(tier.memory, tier.scratch, -1, -1);
     return bytes;
@@ -47,21 +48,20 @@ bool copy_pays_off(const tier_t &tier, const sequence_t &has) {
     return tier.scratch >= 0 || end - has.saved >= std::max(whole_step_tokens, has.saved / 4);
 }
 
-void check_committed(const tier_t &tier, llama_seq_id seq, size_t count) {
-    if (llama_memory_seq_pos_max(tier.memory, seq) + 1 < llama_pos(count)) {
-        fail(KVT_E_INVALID, std::to_string(count) + " tokens are committed, but the sequence holds fewer: "
+void check_committed(const tier_t &tier, llama_seq_id seq, const prompt_t &of) {
+    if (llama_memory_seq_pos_max(tier.memory, seq) + 1 < of.end_position(of.count)) {
+        fail(KVT_E_INVALID, std::to_string(of.count) + " tokens are committed, but the sequence holds fewer: "
                             "commit a sampled token after it was decoded");
     }
 }
 
 /// Records what the sequence holds now. True if it changed by more than one appended token.
-bool update_tokens(const tier_t &tier, sequence_t &has, const llama_token *tokens, size_t count) {
-    const size_t before = has.tokens.size();
-    const size_t both = std::min(before, count);
-    const size_t common =
-        size_t(std::mismatch(tokens, tokens + both, has.tokens.begin()).first - tokens);
+bool update_tokens(const tier_t &tier, sequence_t &has, const prompt_t &of) {
+    const size_t before = has.tokens.size(), count = of.count;
+    const size_t common = of.common(has.prompt());
     has.tokens.resize(common);
-    has.tokens.insert(has.tokens.end(), tokens + common, tokens + count);
+    has.tokens.insert(has.tokens.end(), of.tokens + common, of.tokens + count);
+    has.media = of.media ? *of.media : std::vector<media_t>();
     has.saved = std::min(has.saved, full_chunks(tier, common));
     has.state_saved = std::min(has.state_saved, common);
     return common < before || count > before + 1;
@@ -90,12 +90,13 @@ void check_sequence(const tier_t &tier, llama_seq_id seq) {
     }
 }
 
-void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count) {
-    for (size_t i = 0; i < count; i++) {
-        if (tokens[i] < 0 || tokens[i] >= tier.n_vocab) {
-            fail(KVT_E_INVALID, "token " + std::to_string(i) + " is " + std::to_string(tokens[i]) +
+void check_tokens(const tier_t &tier, const prompt_t &of) {
+    for (size_t i = 0; i < of.count; i++) {
+        const bool known = of.tokens[i] >= 0 && of.tokens[i] < tier.n_vocab;
+        if (!known && !of.is_media(i)) {
+            fail(KVT_E_INVALID, "token " + std::to_string(i) + " is " + std::to_string(of.tokens[i]) +
                                 ", not in the vocabulary: placeholders do not identify an image or other "
-                                "embeddings; commit and attach only the tokens before it");
+                                "embeddings; describe media, or commit and attach only the tokens before it");
         }
     }
 }
@@ -118,9 +119,10 @@ void check_scratch(tier_t &tier) {
 size_t trim(tier_t &tier, llama_seq_id seq) {
     sequence_t &has = tier.sequences[seq];
     const size_t end = size_t(llama_memory_seq_pos_max(tier.memory, seq) + 1);
-    if (end < has.tokens.size()) {
+    const size_t length = has.prompt().length_before(llama_pos(end));
+    if (length < has.tokens.size()) {
         // A recurrent state cannot be shortened, so nothing of the sequence can be reused.
-        has.tokens.resize(tier.shape.has_states() ? 0 : end);
+        has.shorten(tier.shape.has_states() ? 0 : length);
         has.saved = std::min(has.saved, full_chunks(tier, has.tokens.size()));
         has.state_saved = std::min(has.state_saved, has.tokens.size());
     }
@@ -136,8 +138,11 @@ held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t
         throw;
     }
     const bool whole = tier.scratch < 0;
+    // A copy has all cells of media that begin or end in it, because these may share one position.
+    const prompt_t of = tier.sequences[seq].prompt();
+    const size_t tokens = of.complete(end) - of.cut(first);
     const uint64_t room =
-        whole ? llama_state_seq_get_size(tier.ctx, seq) : piece_blob_bytes(tier, end - first);
+        whole ? llama_state_seq_get_size(tier.ctx, seq) : piece_blob_bytes(tier, uint32_t(tokens));
     held_buffer buffer = room != 0 ? take_buffer(tier, room, deadline_ns) : nullptr;
     if (!buffer) {
         tier.stats.skipped_saves++;
@@ -148,7 +153,7 @@ held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t
     bool good = bytes != 0 && bytes <= buffer->bytes &&
                 read_blob(tier.shape, buffer->data, bytes, whole ? seq : tier.scratch, place, &why);
     if (good) {
-        locate_cells(tier.shape, tier.sequences[seq].prompt(), place);
+        locate_cells(tier.shape, of, place);
         good = has_all_rows(tier, *place, first, end);
     }
     if (!good) {
@@ -174,7 +179,7 @@ void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
         has.saved = end;
         return;
     }
-    const session all(tier, {has.tokens.data(), end});
+    const session all(tier, has.prompt().prefix(end));
     while (at < end) {
         const size_t to = piece_end(tier, at, end);
         blob_place place;
@@ -196,21 +201,22 @@ void save(tier_t &tier, llama_seq_id seq, uint64_t deadline_ns, bool state) {
     has.state_saved = with_state ? end : has.state_saved;
 }
 
-void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t count, bool state) {
+void commit(tier_t &tier, llama_seq_id seq, const prompt_t &of, bool state) {
+    const size_t count = of.count;
     check_sequence(tier, seq);
-    check_tokens(tier, tokens, count);
-    check_committed(tier, seq, count);
+    check_committed(tier, seq, of);
     sequence_t &has = tier.sequences[seq];
     has.forgotten = has.forgotten && llama_memory_seq_pos_max(tier.memory, seq) >= 0;
     if (has.forgotten) {
         return;
     }
-    const bool jumped = update_tokens(tier, has, tokens, count);
+    const bool jumped = update_tokens(tier, has, of);
     const bool checkpoint = count >= has.state_saved + tier.checkpoint;
     // A copy of a whole sequence has only the last window, so that one is made where a prompt may be reused.
-    const bool last_window = tier.scratch < 0 && tier.shape.has_windows() && (state || checkpoint);
+    const bool at_end = state || jumped || checkpoint;
+    const bool last_window = tier.scratch < 0 && tier.shape.has_windows() && at_end;
     const bool new_chunk = full_chunks(tier, count) > has.saved && (last_window || copy_pays_off(tier, has));
-    const bool new_state = tier.shape.has_states() && (state || jumped || checkpoint);
+    const bool new_state = tier.shape.has_states() && at_end;
     if (new_chunk || new_state) {
         save(tier, seq, now_ns() + tier.save_wait_ns, new_state);
     }
@@ -220,19 +226,26 @@ void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t co
 
 using namespace kvtier_llama;
 
-extern "C" kvt_status_t kvt_llama_commit(kvt_llama_tier_t *tier, llama_seq_id seq,
-                                         const llama_token *tokens, size_t n_tokens,
-                                         kvt_llama_why_t *why) {
+extern "C" kvt_status_t kvt_llama_commit_prompt(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                                const kvt_llama_prompt_t *prompt, kvt_llama_why_t *why) {
     return guarded(why, [&] {
-        if (!tier || (!tokens && n_tokens != 0) || n_tokens > INT32_MAX) {
-            fail(KVT_E_INVALID, "tier or tokens is null, or n_tokens is above INT32_MAX");
+        if (!tier || !prompt) {
+            fail(KVT_E_INVALID, "tier or prompt is null: both are required");
         }
         const uint64_t start = now_ns();
-        commit(*tier, seq, tokens, n_tokens, false);
+        const given_t given(*tier, *prompt);
+        commit(*tier, seq, given.prompt, false);
         tier->stats.commits++;
         tier->stats.commit_ns += now_ns() - start;
         return KVT_OK;
     });
+}
+
+extern "C" kvt_status_t kvt_llama_commit(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                         const llama_token *tokens, size_t n_tokens,
+                                         kvt_llama_why_t *why) {
+    const kvt_llama_prompt_t prompt = {tokens, n_tokens, nullptr, 0};
+    return kvt_llama_commit_prompt(tier, seq, &prompt, why);
 }
 
 extern "C" kvt_status_t kvt_llama_flush(kvt_llama_tier_t *tier, uint64_t deadline_ns,

@@ -284,7 +284,7 @@ bool read_blob(const shape &is, const uint8_t *data, size_t bytes, int32_t seque
 
 cell_t cell_of(const section_shape &is, const cell_t &cell) {
     return {cell.position, is.spatial ? cell.x : 0, is.spatial ? cell.y : 0,
-            is.extra_words == 3 ? cell.token : -1};
+            is.extra_words != 3 ? -1 : cell.token < 0 ? is.no_token : cell.token};
 }
 
 uint64_t blob_bytes(const shape &is, const std::vector<cell_range> &cells) {

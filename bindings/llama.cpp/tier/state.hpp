@@ -47,6 +47,8 @@ struct section_shape {
     /// 3: x, y, token), and whether x and y of text are its position (M-RoPE) instead of 0.
     uint32_t streams = 1, extra_words = 0;
     bool spatial = false;
+    /// The token of cells without one, if a cell has a word for it. Not part of a blob.
+    int32_t no_token = -1;
     /// Cells only: the section forgets cells this many tokens back; 0 = never. Not part of a blob: see
     /// probe_windows.
     uint32_t window_tokens = 0;

@@ -390,12 +390,27 @@ held_buffer take_buffer(tier_t &tier, uint64_t bytes, uint64_t deadline_ns) {
     }
 }
 
+stored_sequence::stored_sequence(const prompt_t &of) : sequence KVT_SEQUENCE_INIT {
+    static_assert(sizeof(llama_token) == sizeof(uint32_t), "tokens are hashed as 32 bits");
+    for (size_t i = 0; of.media && i < of.media->size() && (*of.media)[i].first < of.count; i++) {
+        kvt_media_t one{};
+        one.token = (*of.media)[i].first;
+        std::memcpy(one.digest, (*of.media)[i].digest.data(), sizeof one.digest);
+        media_.push_back(one);
+    }
+    sequence.tokens = reinterpret_cast<const uint32_t *>(of.tokens);
+    sequence.token_count = of.count;
+    sequence.media = media_.empty() ? nullptr : media_.data();
+    sequence.media_count = media_.size();
+    sequence.media_stride_bytes = sizeof(kvt_media_t);
+}
+
 session::session(const tier_t &tier, const prompt_t &of) {
     kvt_error_t *error = nullptr;
     demand(kvt_session_open(tier.kv_namespace, nullptr, &handle, &error), error, "opening a session");
-    static_assert(sizeof(llama_token) == sizeof(uint32_t), "tokens are hashed as 32 bits");
-    const auto *ids = reinterpret_cast<const uint32_t *>(of.tokens);
-    const kvt_status_t status = of.count != 0 ? kvt_session_append(handle, ids, of.count, &error) : KVT_OK;
+    const stored_sequence all(of);
+    const kvt_status_t status =
+        of.count != 0 ? kvt_session_append_media(handle, &all.sequence, &error) : KVT_OK;
     if (status != KVT_OK) {
         kvt_session_close(&handle);
         demand(status, error, "appending a session's tokens");

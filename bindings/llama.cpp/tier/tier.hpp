@@ -1,6 +1,7 @@
 // Internal declarations of the KV tier of one context.
 #pragma once
 
+#include "tier/prompt.hpp"
 #include "tier/state.hpp"
 
 #include <kvtier/llama.h>
@@ -21,8 +22,6 @@ inline bool llama_get_causal_attn(const void *) { return true; }
 } // namespace kvtier_llama
 
 namespace kvtier_llama {
-
-using tokens_t = std::vector<llama_token>;
 
 /// Thrown on an error: a status and a text for the caller.
 struct failure {
@@ -55,35 +54,18 @@ struct return_buffer {
 };
 using held_buffer = std::unique_ptr<buffer_t, return_buffer>;
 
-/// A prefix of a prompt or of a sequence. Does not own the tokens.
-struct prompt_t {
-    const llama_token *tokens = nullptr;
-    size_t count = 0;
-
-    /// The engine's cell of one token.
-    cell_t cell(size_t index) const {
-        const int32_t position = int32_t(index);
-        return {position, position, position, tokens[index]};
-    }
-};
-
-/// The tier's record of one sequence of the context.
-struct sequence_t {
-    /// Tokens that the sequence holds, from position 0 on.
-    tokens_t tokens;
+/// The tier's record of one sequence of the context: what it holds, from position 0 on.
+struct sequence_t : text_t {
     /// How many of these, in full chunks, were submitted to the store.
     size_t saved = 0;
     /// Position at which the recurrent state was saved last.
     size_t state_saved = 0;
     /// The cells are unknown: nothing is saved until the sequence was empty.
     bool forgotten = false;
-
-    prompt_t prompt() const { return {tokens.data(), tokens.size()}; }
 };
 
 /// The end of a conversation that fills no chunk, as a state blob of the engine.
-struct tail_t {
-    tokens_t tokens;
+struct tail_t : text_t {
     std::vector<uint8_t> blob;
 };
 
@@ -148,6 +130,27 @@ bool reap_stuck(tier_t &tier);
 /// Waits for all saves in flight.
 bool drain(tier_t &tier, uint64_t deadline_ns);
 
+/// A caller's prompt, checked. Copies the tokens only if there are media, which have null tokens.
+struct given_t {
+    given_t(const tier_t &tier, const kvt_llama_prompt_t &of);
+    given_t(const given_t &) = delete;
+    given_t &operator=(const given_t &) = delete;
+    text_t own;
+    prompt_t prompt;
+};
+
+/// A prefix as the store takes it. The prompt must outlive it.
+class stored_sequence {
+public:
+    explicit stored_sequence(const prompt_t &of);
+    stored_sequence(const stored_sequence &) = delete;
+    stored_sequence &operator=(const stored_sequence &) = delete;
+    kvt_sequence_t sequence;
+
+private:
+    std::vector<kvt_media_t> media_;
+};
+
 /// A store session for a prefix; closed at the end of the scope.
 class session {
 public:
@@ -185,15 +188,15 @@ size_t trim(tier_t &tier, llama_seq_id seq);
 size_t full_chunks(const tier_t &tier, size_t tokens);
 /// Fails unless `seq` is a sequence of the context other than the scratch sequence.
 void check_sequence(const tier_t &tier, llama_seq_id seq);
-/// Fails unless all tokens are in the vocabulary.
-void check_tokens(const tier_t &tier, const llama_token *tokens, size_t count);
+/// Fails unless all tokens outside media are in the vocabulary.
+void check_tokens(const tier_t &tier, const prompt_t &of);
 /// Fails unless the scratch sequence is empty.
 void check_scratch(tier_t &tier);
 /// Copies [first, end) of a sequence out of the context. Null if no buffer becomes free in time, or
 /// if the sequence does not hold that range.
 held_buffer export_rows(tier_t &tier, llama_seq_id seq, uint32_t first, uint32_t end,
                         uint64_t deadline_ns, blob_place *place);
-void commit(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t count, bool state);
+void commit(tier_t &tier, llama_seq_id seq, const prompt_t &of, bool state);
 
 // restore.cpp
 struct restored_t {
@@ -210,8 +213,8 @@ restored_t restore(tier_t &tier, const session &held, const prompt_t &of, llama_
 bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uint64_t bytes);
 
 // load.cpp
-/// Records that a sequence holds these tokens, whose KV the caller put there.
-void adopt(tier_t &tier, llama_seq_id seq, const tokens_t &tokens);
+/// Records that a sequence holds this, which the caller put there.
+void adopt(tier_t &tier, llama_seq_id seq, const prompt_t &of);
 
 // direct.cpp: the only file of the tier that uses private headers of the engine.
 /// Assigns cells of the context to the scratch sequence, and finds their rows. On success offsets in
@@ -221,20 +224,21 @@ void adopt(tier_t &tier, llama_seq_id seq, const tokens_t &tokens);
 bool take_cells(tier_t &tier, const std::vector<cell_range> &cells, const uint8_t *base, blob_place *place);
 
 // prefill.cpp
-/// Decodes [first, end) of a prompt in batches of at most n_batch; `logits`: those of the last token.
-int decode(tier_t &tier, llama_seq_id seq, const llama_token *tokens, size_t first, size_t end,
-           bool logits);
+/// Decodes [first, end) of a prompt, which has no media there, in batches of at most n_batch; `logits`:
+/// those of the last token.
+int decode(tier_t &tier, llama_seq_id seq, const prompt_t &of, size_t first, size_t end, bool logits);
 
 // tails.cpp
 void keep_tail(tier_t &tier, llama_seq_id seq);
 /// The longest tail that is a prefix of the prompt and longer than `longer_than`; null = none.
-std::shared_ptr<const tail_t> find_tail(const tier_t &tier, const llama_token *tokens, size_t limit,
-                                        size_t longer_than);
+std::shared_ptr<const tail_t> find_tail(const tier_t &tier, const prompt_t &of, size_t longer_than);
 
 // identity.cpp
 struct identity {
     std::string model, weights, context, engine;
 };
+/// The token that cells of media have, in models that compute n-grams of tokens; -1 = none.
+llama_token media_token(const llama_model *model);
 identity identify(const tier_t &tier, const kvt_llama_tier_opts_t &opts);
 /// Tells whether tokens attend to earlier tokens only.
 bool is_causal(const llama_context *ctx, const llama_context_params *params);

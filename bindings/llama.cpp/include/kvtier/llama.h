@@ -118,7 +118,36 @@ typedef struct kvt_llama_attached_t {
     uint64_t ns;
     /** KVT_OK, or the status with which a restore failed; the engine then decodes the rest. */
     kvt_status_t refused;
+    /** Position of the first token to decode: reused_tokens, unless media of M-RoPE were reused. */
+    llama_pos next_position;
 } kvt_llama_attached_t;
+
+/** An image or a sound in a prompt: embeddings in place of tokens. */
+typedef struct kvt_llama_media_t {
+    /** Index of its first token in the prompt. */
+    uint64_t first;
+    /** Number of its tokens, which are embeddings, and number of positions that they take; at least 1. */
+    uint32_t tokens, positions;
+    /** M-RoPE only: token i has the position of the first token, x of i % width and y of i / width more.
+        0 = consecutive positions. */
+    uint32_t width;
+    /** M-RoPE only, where tokens are no grid: position (time), x and y of each token, as offsets from the
+        first position, at most 2^24; positions must not decrease. Null = by width. */
+    const llama_pos *layout;
+    /** Hash of the pixels or samples, and of all that changes their embeddings (the projector's file, its
+        settings): 32 bytes of a hash of at least 256 bits. */
+    uint8_t digest[32];
+} kvt_llama_media_t;
+
+/** A prompt, or what a sequence holds. */
+typedef struct kvt_llama_prompt_t {
+    /** In the place of media: any values. */
+    const llama_token *tokens;
+    size_t n_tokens;
+    /** Ascending by `first`; null = none. */
+    const kvt_llama_media_t *media;
+    size_t n_media;
+} kvt_llama_prompt_t;
 
 /**
  * Opens the tier of a context. To learn the layout of the context's KV, it decodes two tokens in an
@@ -142,10 +171,18 @@ kvt_status_t kvt_llama_tier_open(struct llama_context *ctx, const kvt_llama_tier
  * then holds fewer tokens of the prompt, or none, and the engine decodes the rest as it would without
  * kvtier. Any other status is a mistake in the call, and nothing was changed. Tokens outside the
  * vocabulary are such a mistake (KVT_E_INVALID), here and below: placeholder ids of images do not
- * identify the image.
+ * identify the image; kvt_llama_attach_prompt describes it.
  */
 kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id seq, const llama_token *tokens,
                               size_t n_tokens, kvt_llama_attached_t *out, kvt_llama_why_t *why);
+
+/**
+ * kvt_llama_attach for a prompt with media. It reuses media completely or not at all. KVT_E_UNSUPPORTED: a
+ * grid or a layout, but the model has no M-RoPE, or has windows or another cache whose cells lack x and y.
+ */
+kvt_status_t kvt_llama_attach_prompt(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                     const kvt_llama_prompt_t *prompt, kvt_llama_attached_t *out,
+                                     kvt_llama_why_t *why);
 
 /**
  * Call it after a request, or more often. `tokens` are all tokens that the sequence now holds, from
@@ -160,6 +197,10 @@ kvt_status_t kvt_llama_attach(kvt_llama_tier_t *tier, llama_seq_id seq, const ll
  */
 kvt_status_t kvt_llama_commit(kvt_llama_tier_t *tier, llama_seq_id seq, const llama_token *tokens,
                               size_t n_tokens, kvt_llama_why_t *why);
+
+/** kvt_llama_commit for a sequence with media, all of them decoded completely. */
+kvt_status_t kvt_llama_commit_prompt(kvt_llama_tier_t *tier, llama_seq_id seq,
+                                     const kvt_llama_prompt_t *prompt, kvt_llama_why_t *why);
 
 /**
  * Decodes the prompt from `first` on in batches of the context's size, and commits in between. The
