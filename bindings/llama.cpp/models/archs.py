@@ -268,7 +268,7 @@ ARCHS = {
     "bitnet": ([], {}),
     "t5": ([EQUAL], {"attention.relative_buckets_count": 32}),
     "jais": ([], {}),
-    "jais2": ([], {}),
+    "jais2": ([EQUAL], {}),
     "nemotron": ([], {}),
     "nemotron_h_moe": ([MOE, EITHER], {}),
     "exaone": ([], {}),
