@@ -9,10 +9,10 @@
 #   1/6  random programs over the ABI, and random tests with many cases
 #
 # Each part repeats short rounds until its time is over. It continues after a failure, and prints
-# how to repeat a failing round. Three tests run before the parts, in extra time: the resident memory
+# how to repeat a failing round. Some tests run before the parts, in extra time: the resident memory
 # of large stores, also in a small cgroup; the suite of remotes on Swift, a real S3 service; and, if
-# the stage `llama` has run before, its long tests with large models. Seeds start at KVTIER_SOAK_FIRST (default: from the clock), so that two runs
-# differ.
+# the stage `llama` has run before, its long tests with large models, and all its tests with the older
+# engine. Seeds start at KVTIER_SOAK_FIRST (default: from the clock), so that two runs differ.
 set -uo pipefail
 minutes=${1:?usage: soak.sh MINUTES PREBUILT WORKDIR}
 prebuilt=$(cd "${2:?usage: soak.sh MINUTES PREBUILT WORKDIR}" && pwd) || exit 1
@@ -89,6 +89,7 @@ mapfile -t programs < <(find "$work/cmake" -maxdepth 1 -type f -name 'kvtier_tes
 
 if [ -e "$work/../llama/build/CTestTestfile.cmake" ]; then
     once llama ctest --test-dir "$work/../llama/build" -L long --output-on-failure
+    once llama-old env KVTIER_ENGINE=old bindings/llama.cpp/test.sh "$prebuilt" "$work/../llama"
 else
     echo "SKIP  llama: run the stage llama in this directory first"
 fi

@@ -1,7 +1,11 @@
 #!/bin/sh
 # Builds llama.cpp from a package and installs it, as an engine author would have it:
 #
-#   bindings/llama.cpp/engine.sh WORK
+#   bindings/llama.cpp/engine.sh WORK [VERSION]
+#
+# VERSION is a version of the crate that has the source, or one of the two tested ones:
+#   new   0.1.161: llama 0.6.0, ggml 0.26.0, sequence state 4, backend interface 3 (the default)
+#   old   0.1.156: llama 0.1.0, ggml 0.19.0, sequence state 2, backend interface 2
 #
 # WORK/engine gets include/, lib/ and lib/cmake/. WORK/engine-src gets the source: the weights and the
 # plugin are compiled against its private headers (ggml-backend-impl.h). Only libllama and ggml's CPU
@@ -9,8 +13,12 @@
 # The build runs on any CPU with AVX2. KVTIER_ENGINE_NATIVE=ON builds for this CPU, as benchmarks need;
 # valgrind cannot run that build on a CPU with AVX-512.
 set -eu
-work=${1:?usage: engine.sh WORK}
-version=0.1.161  # version of the crate that has the source: llama 0.6.0, ggml 0.26.0
+work=${1:?usage: engine.sh WORK [VERSION]}
+version=${2:-new}
+case $version in
+new) version=0.1.161 ;;
+old) version=0.1.156 ;;
+esac
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
 native=${KVTIER_ENGINE_NATIVE:-OFF}

@@ -4,7 +4,8 @@
 #   bindings/llama.cpp/test.sh PREBUILT WORK [ctest arguments]
 #
 # PREBUILT has lib/libkvtier.so (see cmake/build.sh). The engine, the models and the builds go to WORK
-# and are reused. Needs cmake, ninja, python3 with pip, cargo.
+# and are reused. KVTIER_ENGINE=old tests with the older engine of engine.sh, in WORK/old, without the demo.
+# Needs cmake, ninja, python3 with pip, cargo.
 set -euo pipefail
 prebuilt=${1:?usage: test.sh PREBUILT WORK}
 work=${2:?usage: test.sh PREBUILT WORK}
@@ -15,8 +16,16 @@ prebuilt=$(cd "$prebuilt" && pwd)
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
 
-"$here/engine.sh" "$work"
-"$here/models.sh" "$work" smollm2 gemma3 tiny archs
+engine=${KVTIER_ENGINE:-new}
+"$here/models.sh" "$work" smollm2 gemma3 tiny
+if [ "$engine" != new ]; then
+    mkdir -p "$work/$engine/models"
+    ln -sf "$work"/models/{smollm2,gemma3,tiny-*}.gguf "$work/$engine/models/"
+    ln -sfn "$work/models-python" "$work/$engine/models-python"
+    work=$work/$engine
+fi
+"$here/engine.sh" "$work" "$engine"
+"$here/models.sh" "$work" archs
 
 # Install kvtier as an engine author would.
 cmake -S "$root" -B "$work/kvtier-build" -G Ninja -DKVTIER_PREBUILT_DIR="$prebuilt" \
@@ -34,7 +43,7 @@ if [ -n "${CI:-}" ] && grep -q '[*]Skipped' "$work/ctest.log"; then
     echo "tests were skipped: see $work/ctest.log"
     exit 1
 fi
-[ $# -eq 0 ] || exit 0
+[ $# -eq 0 ] && [ "$engine" = new ] || exit 0
 
 # The four parts of the demo, with tiny models.
 KVTIER_PREBUILT=$prebuilt "$here/demo/run" "$work" --quick

@@ -145,9 +145,13 @@ size_t type_alignment(ggml_backend_buffer_type_t) {
     return inner_has_memory() ? ggml_backend_buft_get_alignment(inner_buffer_type()) : ALIGNMENT;
 }
 
-size_t type_alloc_size(ggml_backend_buffer_type_t, const ggml_tensor * tensor) {
-    return inner_has_memory() ? ggml_backend_buft_get_alloc_size(inner_buffer_type(),
-        tensor) : ggml_nbytes(tensor);
+thread_local kvtier_llama::sized_tensors sized;
+
+size_t type_alloc_size(ggml_backend_buffer_type_t type, const ggml_tensor * tensor) {
+    const size_t bytes = inner_has_memory() ? ggml_backend_buft_get_alloc_size(inner_buffer_type(), tensor)
+                                            : ggml_nbytes(tensor);
+    sized.add(tensor, GGML_PAD(bytes, type_alignment(type)));
+    return bytes;
 }
 
 size_t type_max_size(ggml_backend_buffer_type_t) {
@@ -156,14 +160,6 @@ size_t type_max_size(ggml_backend_buffer_type_t) {
 
 bool type_is_host(ggml_backend_buffer_type_t) {
     return false;
-}
-
-ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t bytes) {
-    try {
-        return open_plain(type, bytes, "computing");
-    } catch (...) {
-        return nullptr;
-    }
 }
 
 ggml_backend_buffer_t alloc_list(ggml_backend_buffer_type_t type, ggml_tensor ** tensors, int count) {
@@ -204,6 +200,16 @@ ggml_backend_buffer_t alloc_list(ggml_backend_buffer_type_t type, ggml_tensor **
     return buffer;
 }
 
+ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, size_t bytes) {
+    try {
+        std::vector<ggml_tensor *> tensors = sized.take(bytes);
+        return tensors.empty() ? open_plain(type, bytes, "computing")
+                               : alloc_list(type, tensors.data(), int(tensors.size()));
+    } catch (...) {
+        return nullptr;
+    }
+}
+
 ggml_backend_buffer_t type_alloc_list(ggml_backend_buffer_type_t type, ggml_tensor ** tensors, int count) {
     try {
         return alloc_list(type, tensors, count);
@@ -234,12 +240,11 @@ ggml_backend_buffer_type_t buffer_type() {
         ggml_backend_buffer_type made = {};
         made.iface.get_name = type_name;
         made.iface.alloc_buffer = type_alloc;
-        made.iface.alloc_buffer_n = type_alloc_list;
         made.iface.get_alignment = type_alignment;
         made.iface.get_max_size = type_max_size;
         made.iface.get_alloc_size = type_alloc_size;
-        made.iface.get_alloc_size_n = type_size_list;
         made.iface.is_host = type_is_host;
+        kvtier_llama::set_list_functions(made.iface, type_alloc_list, type_size_list);
         return made;
     }();
     return &type;

@@ -2,9 +2,8 @@
 #ifndef KVTIER_PLUGIN_PLUGIN_H
 #define KVTIER_PLUGIN_PLUGIN_H
 
+#include "common/engine.hpp"
 #include "settings.h"
-
-#include <ggml-backend-impl.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -4,7 +4,7 @@
 // file gives it the cells, and notes where the engine would copy the rows.
 #include "tier/tier.hpp"
 
-#ifdef KVTIER_LLAMA_PRIVATE
+#if defined(KVTIER_LLAMA_PRIVATE) && KVTIER_LLAMA_TENSOR_READER
 
 #include <ggml-backend.h>
 #include <llama-io.h>

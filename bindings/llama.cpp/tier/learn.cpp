@@ -1,24 +1,19 @@
 // Infers the shape of a blob of which only the tokens are known. Headings give most of the shape. The
 // kind of a section, the words of a cell and the presence of V are tried; exactly one way must end where
-// the blob ends. What differs between versions of the engine's format is in this file.
+// the blob ends.
+#include "common/engine.hpp"
 #include "tier/cursor.hpp"
 #include "tier/state.hpp"
 
 #include <ggml.h>
-#include <llama.h>
 
 #include <utility>
-
-#if LLAMA_STATE_SEQ_VERSION != 3 && LLAMA_STATE_SEQ_VERSION != 4
-#error "kvtier supports LLAMA_STATE_SEQ_VERSION 3 and 4: use a newer kvtier or an older engine"
-#endif
 
 namespace kvtier_llama {
 
 namespace {
 
 constexpr size_t max_sections = 10;
-constexpr bool has_rotations = LLAMA_STATE_SEQ_VERSION >= 4;
 /// The memory of DeepSeek V4 begins with a heading; compressed keys and states follow its cells.
 constexpr uint32_t dsv4_magic = 0x34565344, dsv4_version = 1, dsv4_full = 0;
 constexpr uint32_t dsv4_keys_version = 2, dsv4_state_version = 1;

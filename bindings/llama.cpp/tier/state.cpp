@@ -1,9 +1,8 @@
 // Parses, measures and builds blobs of a known shape.
 #include "tier/state.hpp"
 
+#include "common/engine.hpp"
 #include "tier/cursor.hpp"
-
-#include <llama.h>
 
 #include <algorithm>
 #include <cstdio>

@@ -1,6 +1,7 @@
 // Internal declarations of the KV tier of one context.
 #pragma once
 
+#include "common/engine.hpp"
 #include "tier/prompt.hpp"
 #include "tier/state.hpp"
 
@@ -11,15 +12,6 @@
 #include <memory>
 #include <string>
 #include <vector>
-
-/// Fallbacks for calls that not every engine has. Where the engine declares one, overload
-/// resolution prefers it, because its argument type fits better.
-namespace kvtier_llama {
-
-inline uint32_t llama_n_rs_seq(const void *) { return 0; }
-inline bool llama_get_causal_attn(const void *) { return true; }
-
-} // namespace kvtier_llama
 
 namespace kvtier_llama {
 

@@ -122,7 +122,7 @@ void change_params(Weights &w, llama_model_params &params) {
     params.n_gpu_layers = 0;
     params.tensor_buft_overrides = w.overrides;
     params.load_mode = LLAMA_LOAD_MODE_MMAP;
-    params.lazy_mode = LLAMA_LAZY_MODE_OFF;
+    kvtier_llama::disable_lazy_reads(params, 0);
     params.use_extra_bufts = false;
     params.check_tensors = false;
 }

@@ -2,9 +2,9 @@
 #ifndef KVTIER_LLAMA_WEIGHTS_HPP
 #define KVTIER_LLAMA_WEIGHTS_HPP
 
-#include <kvtier/llama_weights.h>
+#include "common/engine.hpp"
 
-#include <ggml-backend-impl.h>
+#include <kvtier/llama_weights.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -16,10 +16,6 @@
 #include <thread>
 #include <unordered_map>
 #include <vector>
-
-static_assert(GGML_BACKEND_API_VERSION == 3,
-              "kvtier's streamed weights support version 3 of ggml's backend interface: use a kvtier for "
-              "the version of these headers");
 
 namespace kvt_weights {
 
