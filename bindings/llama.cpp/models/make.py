@@ -10,6 +10,7 @@ and decode as real models do.
     tiny-llama-f16   Llama, 4 layers, 4 heads on 2, f16
     tiny-swa         Gemma 3, sliding window 64, full attention in every third layer
     tiny-moe         Qwen 3 MoE, 2 of 8 experts used
+    tiny-oss         gpt-oss, 4 of 8 experts used, with biases, odd sizes of experts
     tiny-mla         DeepSeek 2: a latent cache without V
     tiny-mamba       Mamba: a recurrent state and no cells
     tiny-hybrid      Granite 4: recurrent and attention layers alternate
@@ -152,7 +153,10 @@ class Model:
         self.weight(at + "attn_q.weight", heads * head_width, width, gain=1.5)
         self.weight(at + "attn_k.weight", kv_heads * head_width, width, gain=1.5)
         self.weight(at + "attn_v.weight", kv_heads * head_width, width, gain=1.5)
-        self.weight(at + "attn_output.weight", width, heads * head_width)
+        self.weight(at + "attn_output.weight", width, heads * head_width, gain=self.residual_gain())
+
+    def residual_gain(self):
+        return getattr(self.shape, "residual", 1.0)
 
     def head_norms(self, layer, head_width):
         self.ones(f"blk.{layer}.attn_q_norm.weight", head_width)
@@ -169,7 +173,11 @@ class Model:
         self.plain(at + "ffn_gate_inp.weight", self.draw.standard_normal((count, width)) / width**0.5)
         self.weight(at + "ffn_gate_exps.weight", count, hidden, width)
         self.weight(at + "ffn_up_exps.weight", count, hidden, width)
-        self.weight(at + "ffn_down_exps.weight", count, width, hidden)
+        self.weight(at + "ffn_down_exps.weight", count, width, hidden, gain=self.residual_gain())
+
+    def biases(self, layer, **dims):
+        for name, shape in dims.items():
+            self.plain(f"blk.{layer}.{name}.bias", self.draw.standard_normal(shape) / 4)
 
     def norms(self, layer, *names):
         for name in names:
@@ -219,18 +227,42 @@ def make_swa(path, shape):
 
 def make_moe(path, shape):
     model = Model(path, "qwen3moe", shape)
-    heads = head_shape(shape)
+    heads, count = head_shape(shape), getattr(shape, "experts", 8)
     model.heads(*heads)
     model.key("feed_forward_length", shape.hidden)
     model.key("expert_feed_forward_length", shape.hidden // 3)
-    model.key("expert_count", 8)
-    model.key("expert_used_count", 2)
+    model.key("expert_count", count)
+    model.key("expert_used_count", getattr(shape, "used", 2))
     model.embeddings()
     for layer in range(shape.layers):
         model.norms(layer, "attn_norm", "ffn_norm")
         model.attention(layer, *heads)
         model.head_norms(layer, heads[2])
-        model.experts(layer, 8, shape.hidden // 3)
+        model.experts(layer, count, shape.hidden // 3)
+    model.write()
+
+
+def make_oss(path, shape):
+    model = Model(path, "gpt-oss", shape)
+    heads, kv_heads, head_width = head_shape(shape)
+    # Not a multiple of a page: experts begin anywhere in a page.
+    count, hidden = getattr(shape, "experts", 8), shape.hidden // 3 - 32
+    model.heads(heads, kv_heads, head_width)
+    model.key("attention.sliding_window", WINDOW)
+    model.key("feed_forward_length", hidden)
+    model.key("expert_feed_forward_length", hidden)
+    model.key("expert_count", count)
+    model.key("expert_used_count", getattr(shape, "used", 4))
+    model.embeddings()
+    for layer in range(shape.layers):
+        model.norms(layer, "attn_norm", "post_attention_norm")
+        model.attention(layer, heads, kv_heads, head_width)
+        model.plain(f"blk.{layer}.attn_sinks.weight", model.draw.standard_normal(heads))
+        model.experts(layer, count, hidden)
+        model.biases(layer, attn_q=heads * head_width, attn_k=kv_heads * head_width,
+                     attn_v=kv_heads * head_width, attn_output=shape.width, ffn_gate_inp=count,
+                     ffn_gate_exps=(count, hidden), ffn_up_exps=(count, hidden),
+                     ffn_down_exps=(count, shape.width))
     model.write()
 
 
@@ -339,11 +371,11 @@ def recurrent(model, layer, inner, state, kernel, groups, heads):
     model.weight(at + "ssm_out.weight", width, inner)
 
 
-KINDS = {"llama": make_llama, "swa": make_swa, "moe": make_moe, "mla": make_mla, "mamba": make_mamba,
-         "hybrid": make_hybrid}
+KINDS = {"llama": make_llama, "swa": make_swa, "moe": make_moe, "oss": make_oss, "mla": make_mla,
+         "mamba": make_mamba, "hybrid": make_hybrid}
 # name -> kind, layers
 TINY = {"tiny-llama-f16": ("llama", 4), "tiny-swa": ("swa", 6), "tiny-moe": ("moe", 4),
-        "tiny-mla": ("mla", 4), "tiny-mamba": ("mamba", 4), "tiny-hybrid": ("hybrid", 4)}
+        "tiny-oss": ("oss", 4), "tiny-mla": ("mla", 4), "tiny-mamba": ("mamba", 4), "tiny-hybrid": ("hybrid", 4)}
 
 
 def make(kind, path, shape):
@@ -364,6 +396,11 @@ def parse(arguments):
     one.add_argument("--layers", type=int, default=4)
     one.add_argument("--width", type=int, default=128, help="a multiple of 64 (default 128)")
     one.add_argument("--hidden", type=int, help="width of the feed-forward part (default 3 x width)")
+    one.add_argument("--experts", type=int, help="experts of a layer (kinds moe and oss; default 8)")
+    one.add_argument("--used", type=int, help="experts that a token uses (default 2, oss: 4)")
+    one.add_argument("--residual", type=float, metavar="GAIN",
+                     help="gain of what a layer adds to the hidden state (default 1): with 0.1 the next "
+                          "layer's routing can be predicted, with 8 it cannot")
     one.add_argument("--context", type=int, default=4096)
     one.add_argument("--type", choices=["f16", "q8_0"], default="f16")
     shape = parser.parse_args(arguments)
@@ -375,6 +412,12 @@ def parse(arguments):
     shape.hidden = shape.hidden or 3 * shape.width
     if not 96 <= shape.hidden <= 65536 or shape.hidden % 96:
         parser.error("--hidden must be 96 to 65536 and a multiple of 96")
+    for name in ("experts", "used", "residual"):
+        # Shapes without these keep their weights: the seed is the text of the shape.
+        if getattr(shape, name) is None:
+            delattr(shape, name)
+    if not 1 <= getattr(shape, "used", 1) <= getattr(shape, "experts", 8) <= 1024:
+        parser.error("--experts must be 1 to 1024, --used 1 to --experts")
     unknown = set(shape.names) - set(TINY)
     if unknown or (shape.names and shape.one):
         parser.error(f"unknown names, or names for a FILE: with a DIRECTORY use {' '.join(TINY)}")
