@@ -1,6 +1,7 @@
 // The backend of a context. It cuts a graph where another layer begins, acquires that layer's weights,
 // and has the inner backend compute the piece.
 #include "buffer.h"
+#include "experts.h"
 #include "stats.h"
 
 #include <ggml-impl.h>
@@ -110,11 +111,12 @@ private:
 // The computation of one graph.
 class GraphRun {
 public:
-    GraphRun(Backend & backend, ggml_cgraph * graph) : backend_(backend), graph_(graph) {}
+    GraphRun(Backend & backend, ggml_cgraph * graph)
+        : backend_(backend), graph_(graph), experts_(backend.inner, graph) {}
 
     ggml_status all() {
         for (int i = 0; i < graph_->n_nodes; i++) {
-            const ggml_status status = node(i);
+            const ggml_status status = i < begin_ ? GGML_STATUS_SUCCESS : node(i);
             if (status != GGML_STATUS_SUCCESS) {
                 return status;
             }
@@ -169,6 +171,9 @@ private:
         if (!is_computed(node)) {
             return GGML_STATUS_SUCCESS;
         }
+        if (Experts::is_product(node)) {
+            return compute_experts(number);
+        }
         needs_.clear();
         if (node->view_src && !make_resident(node)) {
             return GGML_STATUS_FAILED;
@@ -181,13 +186,30 @@ private:
             if (is_row_wise(node, source) && record->piece_rows > 0) {
                 return compute_pieces(number, *record);
             }
-            if (record->piece_rows == 0 && !is_written(node, source)) {
+            if (record->piece_rows == 0 && !record->is_experts && !is_written(node, source)) {
                 require_unit(*record);
             } else if (!make_resident(source)) {
                 return GGML_STATUS_FAILED;
             }
         }
         return needs_.empty() ? GGML_STATUS_SUCCESS : acquire_units(number);
+    }
+
+    ggml_status compute_experts(int number) {
+        const ggml_status status = compute(number);
+        if (status != GGML_STATUS_SUCCESS) {
+            return status;
+        }
+        const int end = experts_.find(number);
+        const std::vector<uint32_t> & units = experts_.other_units();
+        Weights & weights = experts_.owner();
+        const bool is_leased =
+            std::all_of(units.begin(), units.end(), [&](uint32_t unit) { return weights.has(unit); });
+        if (!is_leased && !lease_units(weights, units)) {
+            return GGML_STATUS_FAILED;
+        }
+        begin_ = end;
+        return experts_.compute(why_);
     }
 
     void require_unit(const Record & record) {
@@ -337,6 +359,7 @@ private:
 
     Backend & backend_;
     ggml_cgraph * graph_;
+    Experts experts_;
     int begin_ = 0;
     std::vector<Needs> needs_, used_;
     std::string why_;

@@ -153,6 +153,21 @@ void Source::add_if_matching(const std::string & path, ggml_tensor * const * ten
     }
 }
 
+uint32_t Source::experts_used() const {
+    constexpr const char * NAME = ".expert_used_count";
+    for (const File & file : files_) {
+        for (int64_t key = 0; file.header && key < gguf_get_n_kv(file.header); key++) {
+            const std::string name = gguf_get_key(file.header, key);
+            const size_t length = std::strlen(NAME);
+            if (name.size() > length && name.compare(name.size() - length, length, NAME) == 0 &&
+                gguf_get_kv_type(file.header, key) == GGUF_TYPE_UINT32) {
+                return gguf_get_val_u32(file.header, key);
+            }
+        }
+    }
+    return 0;
+}
+
 bool Source::place(const ggml_tensor * tensor, Place & out) {
     if (spills_) {
         const uint64_t offset = spill_bytes_;

@@ -38,6 +38,8 @@ public:
     // Paths of the open files, valid even if their names change.
     std::vector<std::string> paths() const;
     bool is_spill() const { return spills_; }
+    // Experts of a layer that a token uses, as the files state; 0 if they do not.
+    uint32_t experts_used() const;
 
 private:
     struct File {

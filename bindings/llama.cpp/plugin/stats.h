@@ -33,6 +33,7 @@ private:
     struct Streamed {
         uint64_t models = 0, units = 0, streamed_bytes = 0, resident_bytes = 0, floor_bytes = 0;
         uint64_t home_units = 0, slot_bytes = 0;
+        uint64_t expert_slots = 0, expert_hits = 0, expert_misses = 0;
         uint64_t acquires = 0, waited = 0, wait_ns = 0, read_bytes = 0, passes = 0, failed = 0;
         void add(const Weights & weights);
     };

@@ -2,6 +2,8 @@
 #include "plugin.h"
 #include "weights.h"
 
+#include <algorithm>
+
 namespace kvtier_plugin {
 
 namespace {
@@ -26,9 +28,7 @@ bool read_parts(const kvt_model_t * table, std::vector<Unit> & units) {
             for (const Range & range : ranges) {
                 const Place & place = range.record->place;
                 if (place.file == tensor.file && place.offset + range.from == tensor.offset) {
-                    const uint64_t piece =
-                        range.record->piece_rows ? number - range.record->units.front() : 0;
-                    range.record->at[piece] = part.at;
+                    range.record->at[range.index] = part.at;
                     found = true;
                 }
             }
@@ -55,8 +55,11 @@ bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t **
             const Place & place = range.record->place;
             ranges[i].push_back({place.file, 0, place.offset + range.from, range.bytes});
         }
-        const uint32_t role = units[i].layer == KVT_NONE ? KVT_ROLE_OTHER : KVT_ROLE_LAYER;
-        entries.push_back({units[i].name.c_str(), units[i].name.size(), role, units[i].layer, KVT_NONE, 0,
+        const Unit & unit = units[i];
+        const uint32_t role = unit.layer == KVT_NONE    ? KVT_ROLE_OTHER
+                              : unit.expert == KVT_NONE ? KVT_ROLE_LAYER
+                                                        : KVT_ROLE_EXPERT;
+        entries.push_back({unit.name.c_str(), unit.name.size(), role, unit.layer, unit.expert, 0,
                            ranges[i].data(), ranges[i].size()});
     }
     kvt_model_table_t table = KVT_MODEL_TABLE_INIT;
@@ -93,21 +96,81 @@ kvt_stream_terms_t table_terms(uint32_t slots) {
     return terms;
 }
 
+namespace {
+
+// A plan, and the residency of its units.
+struct Trial {
+    kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
+    std::vector<kvt_unit_residency_t> residency;
+};
+
+// The status of a plan for this much memory.
+kvt_status_t plan_status(const kvt_model_t * table, const kvt_stream_terms_t & terms, uint64_t bytes,
+                         Trial * out, kvt_error_t ** err) {
+    constexpr uint64_t PLENTY_BYTES = uint64_t(1) << 46;
+    kvt_stream_memory_t memory = KVT_STREAM_MEMORY_INIT;
+    memory.host_free_bytes = inner_has_memory() ? PLENTY_BYTES : bytes;
+    memory.host_total_bytes = memory.host_free_bytes;
+    memory.device_free_bytes = inner_has_memory() ? bytes : 0;
+    memory.lockable_bytes = UINT64_MAX;
+    return kvt_model_plan(table, &terms, &memory, out ? &out->plan : nullptr, nullptr,
+                          out ? out->residency.data() : nullptr, out ? out->residency.size() : 0,
+                          sizeof(kvt_unit_residency_t), err);
+}
+
+} // namespace
+
+void table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
+                        uint64_t bytes, kvt_stream_terms_t & terms) {
+    constexpr uint32_t LEAST = 2;
+    Trial trial;
+    trial.residency.resize(units.size());
+    const auto fits = [&](uint32_t count) {
+        terms.expert_slots = count;
+        if (plan_status(table, terms, bytes, &trial, nullptr) != KVT_OK) {
+            return false;
+        }
+        for (size_t i = 0; count > used + 1 && i < units.size(); i++) {
+            if (units[i].expert == KVT_NONE && trial.residency[i].residency == KVT_RESIDENT_FILE) {
+                return false;
+            }
+        }
+        return true;
+    };
+    const auto is_expert = [](const Unit & unit) { return unit.expert != KVT_NONE; };
+    uint32_t most = uint32_t(std::count_if(units.begin(), units.end(), is_expert));
+    uint32_t least = std::min(LEAST, most);
+    while (least < most) {
+        const uint32_t middle = least + (most - least + 1) / 2;
+        if (fits(middle)) {
+            least = middle;
+        } else {
+            most = middle - 1;
+        }
+    }
+    if (!fits(least)) {
+        return;
+    }
+    // All experts share the slots: a plan would use what is left for copies of some that stay.
+    terms.host_ceiling_bytes = trial.plan.host_bytes;
+    for (uint32_t i = 0; i < units.size(); i++) {
+        kvt_unit_t unit = KVT_UNIT_INIT;
+        const bool stays = is_expert(units[i]) && trial.residency[i].residency != KVT_RESIDENT_FILE;
+        if (stays && kvt_model_unit(table, i, &unit) == KVT_OK) {
+            terms.host_ceiling_bytes -= unit.image_bytes;
+        }
+    }
+}
+
 // Finds the least memory by bisection of plans.
 bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std::string & why) {
-    constexpr uint64_t TOLERANCE_BYTES = 4096, PLENTY_BYTES = uint64_t(1) << 46;
+    constexpr uint64_t TOLERANCE_BYTES = 4096;
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;
     kvt_model_info(table, &info);
     const kvt_stream_terms_t terms = table_terms(slots);
     Failure failure;
     const auto has_plan = [&](uint64_t bytes, kvt_error_t ** err) {
-        kvt_stream_memory_t memory = KVT_STREAM_MEMORY_INIT;
-        memory.host_free_bytes = inner_has_memory() ? PLENTY_BYTES : bytes;
-        memory.host_total_bytes = memory.host_free_bytes;
-        memory.device_free_bytes = inner_has_memory() ? bytes : 0;
-        memory.lockable_bytes = UINT64_MAX;
-        return kvt_model_plan(table, &terms, &memory, nullptr, nullptr, nullptr, 0,
-                              sizeof(kvt_unit_residency_t), err);
+        return plan_status(table, terms, bytes, nullptr, err);
     };
     // Images are whole pages; each range adds at most two pages to its bytes. All slots may come on
     // top.

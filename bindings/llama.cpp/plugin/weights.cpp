@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 
 namespace kvtier_plugin {
 
@@ -81,6 +80,14 @@ bool is_padded(const ggml_tensor & part) {
     return ggml_backend_buft_get_alloc_size(inner_buffer_type(), &part) != ggml_nbytes(&part);
 }
 
+// Tells whether a tensor has one matrix for each expert of its layer. On a device with its own memory,
+// experts pass with their layer.
+bool is_stack(const ggml_tensor & tensor) {
+    constexpr int64_t MAX_EXPERTS = 65535;
+    return !inner_has_memory() && std::strstr(ggml_get_name(&tensor), "_exps.") && tensor.ne[2] > 1 &&
+           tensor.ne[2] <= MAX_EXPERTS && tensor.ne[3] == 1 && ggml_is_contiguous(&tensor);
+}
+
 } // namespace
 
 std::mutex & weights_lock() {
@@ -118,49 +125,75 @@ std::unique_ptr<Weights> Weights::make(ggml_tensor * const * tensors, int count,
     return made->classify(tensors, count, why) ? std::move(made) : nullptr;
 }
 
-bool Weights::classify(ggml_tensor * const * tensors, int count, std::string & why) {
-    std::set<std::pair<uint32_t, uint64_t>> taken;
-    std::vector<std::pair<Record *, uint32_t>> of_layers;
-    for (int i = 0; i < count; i++) {
-        records_.emplace_back(new Record);
-        Record & record = *records_.back();
-        record.owner = this;
-        record.tensor = tensors[i];
-        by_tensor_[tensors[i]] = &record;
-        record.bytes = ggml_nbytes(tensors[i]);
-        span_bytes_ += pages(resident_size(record));
-        std::pair<std::string, uint32_t> key;
-        const bool is_layer = layer_of(ggml_get_name(tensors[i]), key);
-        const bool is_large = record.bytes >= LARGE_BYTES && ggml_n_dims(tensors[i]) == 2;
-        // Tied weights have the same bytes twice: only the first tensor is streamed.
-        record.streams = record.bytes > 0 && (is_layer || is_large) &&
-                         source_->place(tensors[i], record.place) &&
-                         taken.insert({record.place.file, record.place.offset}).second;
-        if (!record.streams) {
-            resident_bytes_ += resident_size(record);
-            continue;
-        }
-        streamed_bytes_ += record.bytes;
-        if (is_layer) {
-            layers_.emplace(key, 0);
-        } else {
-            large_.push_back(&record);
-        }
+void Weights::add_record(ggml_tensor * tensor) {
+    records_.emplace_back(new Record);
+    Record & record = *records_.back();
+    record.owner = this;
+    record.tensor = tensor;
+    by_tensor_[tensor] = &record;
+    record.bytes = ggml_nbytes(tensor);
+    span_bytes_ += pages(resident_size(record));
+    std::pair<std::string, uint32_t> key;
+    const bool is_layer = layer_of(ggml_get_name(tensor), key);
+    const bool is_large = record.bytes >= LARGE_BYTES && ggml_n_dims(tensor) == 2;
+    // Tied weights have the same bytes twice: only the first tensor is streamed.
+    record.streams = record.bytes > 0 && (is_layer || is_large) && source_->place(tensor, record.place) &&
+                     taken_.insert({record.place.file, record.place.offset}).second;
+    if (!record.streams) {
+        resident_bytes_ += resident_size(record);
+        return;
     }
-    for (auto & [key, number] : layers_) {
-        number = uint32_t(units_.size());
-        units_.push_back({key.first + std::to_string(key.second), number, {}});
+    streamed_bytes_ += record.bytes;
+    if (is_layer) {
+        layers_[key].push_back(&record);
+    } else {
+        large_.push_back(&record);
     }
+}
+
+// Experts are units of their own, after their layer, if all of the layer's experts' tensors have the same
+// number of them.
+void Weights::add_units() {
+    uint32_t layer = 0;
+    for (const auto & [key, records] : layers_) {
+        std::set<int64_t> counts;
+        for (const Record * record : records) {
+            if (is_stack(*record->tensor)) {
+                counts.insert(record->tensor->ne[2]);
+            }
+        }
+        const uint32_t experts = counts.size() == 1 ? uint32_t(*counts.begin()) : 0;
+        const bool has_others = std::any_of(records.begin(), records.end(),
+                                            [](const Record * record) { return !is_stack(*record->tensor); });
+        const std::string name = key.first + std::to_string(key.second);
+        uint32_t unit = uint32_t(units_.size());
+        if (has_others || experts == 0) {
+            final_unit_ = unit++;
+            units_.push_back({name, layer, KVT_NONE, {}});
+        }
+        for (uint32_t expert = 0; expert < experts; expert++) {
+            units_.push_back({name + " expert " + std::to_string(expert), layer, expert, {}});
+        }
+        for (Record * record : records) {
+            const bool is_divided = experts > 0 && is_stack(*record->tensor);
+            add_to_units(*record, is_divided ? unit : final_unit_, is_divided ? experts : 1);
+            record->is_experts = is_divided;
+        }
+        layer++;
+    }
+}
+
+void Weights::add_to_units(Record & record, uint32_t first, uint32_t count) {
+    const uint64_t bytes = record.bytes / count;
+    for (uint32_t i = 0; i < count; i++) {
+        units_[first + i].ranges.push_back({&record, i * bytes, bytes, i});
+        record.units.push_back(first + i);
+        record.at.push_back(0);
+    }
+}
+
+uint64_t Weights::largest_unit() const {
     uint64_t largest = 0;
-    for (const std::unique_ptr<Record> & record : records_) {
-        std::pair<std::string, uint32_t> key;
-        if (record->streams && layer_of(ggml_get_name(record->tensor), key)) {
-            const uint32_t unit = layers_.at(key);
-            units_[unit].ranges.push_back({record.get(), 0, record->bytes});
-            record->units = {unit};
-            record->at = {0};
-        }
-    }
     for (const Unit & unit : units_) {
         uint64_t bytes = 0;
         for (const Range & range : unit.ranges) {
@@ -168,6 +201,15 @@ bool Weights::classify(ggml_tensor * const * tensors, int count, std::string & w
         }
         largest = std::max(largest, bytes);
     }
+    return largest;
+}
+
+bool Weights::classify(ggml_tensor * const * tensors, int count, std::string & why) {
+    for (int i = 0; i < count; i++) {
+        add_record(tensors[i]);
+    }
+    add_units();
+    const uint64_t largest = largest_unit();
     split_large(largest > 0 ? largest : PIECE_BYTES);
     for (uint32_t unit = 0; inner_has_memory() && unit < units_.size(); unit++) {
         uint64_t bytes = 0;
@@ -230,10 +272,12 @@ void Weights::split_large(uint64_t most_bytes) {
         for (int64_t row = 0; row < record->tensor->ne[1]; row += rows) {
             const uint64_t from = uint64_t(row) * row_bytes;
             const uint64_t bytes = std::min(uint64_t(rows) * row_bytes, record->bytes - from);
-            record->units.push_back(uint32_t(units_.size()));
+            const size_t index = record->units.size();
+            final_unit_ = uint32_t(units_.size());
+            record->units.push_back(final_unit_);
             record->at.push_back(0);
             units_.push_back({std::string(ggml_get_name(record->tensor)) + " row " + std::to_string(row),
-                              KVT_NONE, {{record, from, bytes}}});
+                              KVT_NONE, KVT_NONE, {{record, from, bytes, index}}});
         }
     }
 }
@@ -384,12 +428,19 @@ bool Weights::open_stream(std::string & why) {
     }
     memory->unreserve(reserved_bytes_);
     reserved_bytes_ = 0;
-    const kvt_stream_terms_t terms = table_terms(settings().slots);
+    kvt_stream_terms_t terms = table_terms(settings().slots);
+    const bool has_experts = std::any_of(units_.begin(), units_.end(),
+                                         [](const Unit & unit) { return unit.expert != KVT_NONE; });
+    if (has_experts) {
+        table_expert_terms(table_, units_, source_->experts_used(), memory->report().free_bytes, terms);
+    }
     kvt_stream_opts_t opts = KVT_STREAM_OPTS_INIT;
     opts.model = table_;
     opts.terms = &terms;
     opts.budget = memory->budget();
     opts.device = memory->device();
+    // The policy alone decides: a share of slots for the most used experts would not count as free ones.
+    opts.flags = KVT_STREAM_SET_PINNED_PERCENT;
     Failure failure;
     const kvt_status_t status = kvt_stream_open(memory->runtime(), &opts, &stream_, failure.out());
     if (status != KVT_OK) {
@@ -466,6 +517,51 @@ bool Weights::acquire(uint32_t unit, std::string & why) {
     return true;
 }
 
+void Weights::hint_experts(const std::vector<uint32_t> & units) {
+    // A hint that fails is a read that begins later, with its error.
+    std::string why;
+    if (open_stream(why)) {
+        kvt_stream_hint(stream_, units.data(), units.size(), nullptr);
+    }
+}
+
+Leased Weights::lease_expert(uint32_t unit, bool waits, std::string & why) {
+    if (has(unit)) {
+        return Leased::ready;
+    }
+    if (!broken_.empty() || !open_stream(why)) {
+        why = broken_.empty() ? why : broken_;
+        return Leased::failed;
+    }
+    kvt_unit_lease_t lease = KVT_UNIT_LEASE_INIT;
+    Failure failure;
+    const kvt_status_t status = kvt_stream_acquire(stream_, unit, waits ? 0 : KVT_ACQUIRE_POLL,
+                                                   deadline_in(UNIT_SECONDS), &lease, failure.out());
+    if (status == KVT_OK) {
+        leases_.emplace(unit, lease);
+        return Leased::ready;
+    }
+    if (!waits && (status == KVT_E_AGAIN || status == KVT_E_BUSY)) {
+        return Leased::not_loaded;
+    }
+    why = failure.text(units_[unit].name.c_str(), status);
+    return Leased::failed;
+}
+
+void Weights::release_experts(const std::vector<uint32_t> & units) {
+    for (uint32_t unit : units) {
+        release(unit);
+    }
+}
+
+size_t Weights::expert_slots() const {
+    kvt_stream_plan_t plan = KVT_STREAM_PLAN_INIT;
+    const bool is_known = stream_ && kvt_stream_plan(stream_, &plan, nullptr, nullptr, 0,
+                                                     sizeof(kvt_unit_residency_t)) == KVT_OK;
+    // Without slots all experts are resident.
+    return is_known && plan.expert_slots > 0 ? plan.expert_slots : SIZE_MAX;
+}
+
 // Tensors that need zeros after them are copied to a buffer of their own. One buffer serves all layers,
 // because only one layer is used at a time.
 bool Weights::place_on_inner(uint32_t unit, const char * address, std::string & why) {
@@ -475,8 +571,7 @@ bool Weights::place_on_inner(uint32_t unit, const char * address, std::string & 
         if (!record.streams) {
             continue;
         }
-        const size_t piece = record.piece_rows > 0 ? unit - record.units.front() : 0;
-        record.inner = inner_place(address + record.at[piece]);
+        record.inner = inner_place(address + record.at[range.index]);
         if (!record.inner.buffer) {
             why = units_[unit].name + " is not at its address: this is a defect of kvtier";
             return false;
@@ -522,7 +617,7 @@ void Weights::point_tensors(uint32_t unit, const char * address) {
         Record & record = *range.record;
         if (inner_has_memory() && record.streams) {
             record.inner = {};
-        } else if (record.streams && record.piece_rows == 0) {
+        } else if (record.streams && record.piece_rows == 0 && !record.is_experts) {
             record.tensor->data = address ? const_cast<char *>(address) + record.at.front() : record.reserved;
         }
     }
@@ -533,7 +628,7 @@ const char * Weights::address(uint32_t unit) const {
 }
 
 bool Weights::end_graph(std::string & why) {
-    if (!is_passing_ || last_unit_ + 1 != units_.size()) {
+    if (!is_passing_ || last_unit_ != final_unit_) {
         return true;
     }
     while (!leases_.empty()) {

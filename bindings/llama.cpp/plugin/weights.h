@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -42,6 +43,8 @@ struct Record {
     std::vector<uint64_t> at;
     // Rows of each piece except the last; 0 = not in pieces.
     int64_t piece_rows = 0;
+    // True: `units` are the layer's experts, each with its share of the tensor.
+    bool is_experts = false;
     // Its place in the inner device's memory, if that device has its own; no buffer while it is not
     // there.
     InnerPlace inner;
@@ -52,13 +55,19 @@ struct Range {
     Record * record = nullptr;
     uint64_t from = 0;
     uint64_t bytes = 0;
+    // Index of the unit in the record's units.
+    size_t index = 0;
 };
 
 struct Unit {
     std::string name;
     uint32_t layer = KVT_NONE;
+    uint32_t expert = KVT_NONE;
     std::vector<Range> ranges;
 };
+
+// The outcome of an attempt to lease an expert.
+enum class Leased { ready, not_loaded, failed };
 
 // Describes the units to kvtier as a model; fills in `at` of the records.
 bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t ** out, std::string & why);
@@ -68,6 +77,10 @@ bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std:
 bool are_weights(ggml_tensor * const * tensors, int count);
 // Terms of the streamer's plan. No memory is reserved for KV, because the budget covers KV too.
 kvt_stream_terms_t table_terms(uint32_t slots);
+// Sets the number of expert slots for this much memory. Layers become resident first, because each pass
+// uses them; `used` experts and one more have slots before that.
+void table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
+                        uint64_t bytes, kvt_stream_terms_t & terms);
 
 class Weights {
 public:
@@ -100,6 +113,13 @@ public:
     bool lease_units(const std::vector<uint32_t> & units, std::string & why);
     bool has(uint32_t unit) const { return leases_.count(unit) != 0; }
     const char * address(uint32_t unit) const;
+    // Loads these experts ahead of their use, as far as slots are free; keeps those that are loaded.
+    void hint_experts(const std::vector<uint32_t> & units);
+    // Leases an expert beside other units; it is released with them, or by release_experts.
+    Leased lease_expert(uint32_t unit, bool waits, std::string & why);
+    void release_experts(const std::vector<uint32_t> & units);
+    // Experts that can be leased at once.
+    size_t expert_slots() const;
     // Ends a graph, and with the last unit also a pass. False if a file was changed during the pass.
     bool end_graph(std::string & why);
     // Rebalances the streamer after other owners released memory.
@@ -111,9 +131,14 @@ public:
 private:
     Weights() = default;
     bool classify(ggml_tensor * const * tensors, int count, std::string & why);
+    void add_record(ggml_tensor * tensor);
+    void add_units();
+    void add_to_units(Record & record, uint32_t first, uint32_t count);
+    uint64_t largest_unit() const;
     void split_large(uint64_t most_bytes);
     bool open_stream(std::string & why);
     bool acquire(uint32_t unit, std::string & why);
+    bool is_expert(uint32_t unit) const { return units_[unit].expert != KVT_NONE; }
     void release(uint32_t unit);
     bool begin_pass(std::string & why);
     bool continue_pass(uint32_t unit, std::string & why);
@@ -126,8 +151,11 @@ private:
     std::vector<std::unique_ptr<Record>> records_;
     std::unordered_map<const ggml_tensor *, Record *> by_tensor_;
     std::vector<Unit> units_;
-    std::map<std::pair<std::string, uint32_t>, uint32_t> layers_;
+    // Records of each layer.
+    std::map<std::pair<std::string, uint32_t>, std::vector<Record *>> layers_;
     std::vector<Record *> large_;
+    // Places of streamed tensors.
+    std::set<std::pair<uint32_t, uint64_t>> taken_;
     uint64_t span_bytes_ = 0, resident_bytes_ = 0, streamed_bytes_ = 0, floor_bytes_ = 0;
     char * base_ = nullptr;
     uint64_t charged_bytes_ = 0, reserved_bytes_ = 0;
@@ -143,7 +171,8 @@ private:
     uint64_t padded_bytes_ = 0;
     uint32_t padded_unit_ = KVT_NONE;
     bool is_passing_ = false;
-    uint32_t last_unit_ = 0;
+    // The last unit of this pass, and of every pass; experts do not count.
+    uint32_t last_unit_ = 0, final_unit_ = 0;
 };
 
 } // namespace kvtier_plugin

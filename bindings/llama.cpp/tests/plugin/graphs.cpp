@@ -1,5 +1,5 @@
 // Hand-made graphs give equal results on the plugin and on the CPU. They have views of weights, rows of a
-// matrix in pieces, written weights, and weights that differ from the file.
+// matrix in pieces, experts, written weights, and weights that differ from the file.
 //
 //   graphs PLUGIN FOLDER
 #include <ggml-alloc.h>
@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int64_t WIDTH = 64, VOCAB = 8192;
+constexpr int64_t WIDTH = 64, VOCAB = 8192, EXPERTS = 5;
 
 #define CHECK(condition)                                                                                     \
     do {                                                                                                     \
@@ -34,13 +34,24 @@ constexpr int64_t WIDTH = 64, VOCAB = 8192;
 struct Weight {
     const char * name;
     int64_t rows;
+    int64_t experts = 1;
+
+    int64_t count() const { return WIDTH * rows * experts; }
+    ggml_tensor * make(ggml_context * context) const {
+        ggml_tensor * made = ggml_new_tensor_3d(context, GGML_TYPE_F32, WIDTH, rows, experts);
+        ggml_set_name(made, name);
+        return made;
+    }
 };
 const std::vector<Weight> WEIGHTS = {{"blk.0.first", WIDTH},
                                  {"blk.0.second", WIDTH},
                                  {"blk.1.first", WIDTH},
                                  {"output.weight", VOCAB},
-                                 {"norm", 1}};
-enum { FIRST, SECOND, NEXT, OUTPUT, NORM };
+                                 {"norm", 1},
+                                 {"blk.2.up_exps.weight", WIDTH, EXPERTS},
+                                 {"blk.2.down_exps.weight", WIDTH, EXPERTS},
+                                 {"blk.2.up_exps.bias", EXPERTS}};
+enum { FIRST, SECOND, NEXT, OUTPUT, NORM, UP, DOWN, BIAS };
 
 using Context = std::unique_ptr<ggml_context, decltype(&ggml_free)>;
 using Buffer = std::unique_ptr<ggml_backend_buffer, decltype(&ggml_backend_buffer_free)>;
@@ -64,9 +75,8 @@ void file_write(const std::string & path) {
     Context context = context_of(WEIGHTS.size(), false);
     gguf_context * file = gguf_init_empty();
     for (size_t i = 0; i < WEIGHTS.size(); i++) {
-        ggml_tensor * tensor = ggml_new_tensor_2d(context.get(), GGML_TYPE_F32, WIDTH, WEIGHTS[i].rows);
-        ggml_set_name(tensor, WEIGHTS[i].name);
-        std::memcpy(tensor->data, numbers(WIDTH * WEIGHTS[i].rows, uint32_t(i)).data(), ggml_nbytes(tensor));
+        ggml_tensor * tensor = WEIGHTS[i].make(context.get());
+        std::memcpy(tensor->data, numbers(WEIGHTS[i].count(), uint32_t(i)).data(), ggml_nbytes(tensor));
         gguf_add_tensor(file, tensor);
     }
     CHECK(gguf_write_to_file(file, path.c_str(), false));
@@ -80,15 +90,14 @@ public:
         backend_.reset(ggml_backend_dev_init(device, nullptr));
         CHECK(backend_);
         for (const Weight & one : WEIGHTS) {
-            weights.push_back(ggml_new_tensor_2d(context_.get(), GGML_TYPE_F32, WIDTH, one.rows));
-            ggml_set_name(weights.back(), one.name);
+            weights.push_back(one.make(context_.get()));
         }
         buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), type()));
         CHECK(buffer_);
         ggml_backend_buffer_set_usage(buffer_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
         for (size_t i = 0; i < WEIGHTS.size(); i++) {
             const bool is_changed = differs_from_file && i == NEXT;
-            const std::vector<float> data = numbers(WIDTH * WEIGHTS[i].rows, uint32_t(i) + (is_changed ? 99 : 0));
+            const std::vector<float> data = numbers(WEIGHTS[i].count(), uint32_t(i) + (is_changed ? 99 : 0));
             ggml_backend_tensor_set(weights[i], data.data(), 0, ggml_nbytes(weights[i]));
         }
     }
@@ -194,6 +203,69 @@ void graphs_give_the_bits_of_the_cpu(Side & plugin, Side & cpu) {
     CHECK(plugin.read(FIRST, 0, WIDTH * WIDTH) == cpu.read(FIRST, 0, WIDTH * WIDTH));
 }
 
+// The experts that three tokens use; expert 4 is not used, and one token uses an expert twice.
+constexpr int32_t IDS[6] = {3, 0, 1, 1, 0, 2};
+
+// Ids that are computed in the graph, as a router does.
+ggml_tensor * expert_ids(ggml_context * context, ggml_tensor * x, const int32_t * ids) {
+    const auto copy_ids = [](ggml_tensor * to, int part, int, void * from) {
+        if (part == 0) {
+            std::memcpy(to->data, from, ggml_nbytes(to));
+        }
+    };
+    ggml_tensor * source[] = {x};
+    return ggml_custom_4d(context, GGML_TYPE_I32, 2, 3, 1, 1, source, 1, copy_ids, 1,
+                          const_cast<int32_t *>(ids));
+}
+
+void experts_give_the_bits_of_the_cpu(Side & plugin, Side & cpu) {
+    // The usual order, and one with a bias in place, whose activations are used again after the last product.
+    for (const bool is_usual : {true, false}) {
+        check_equal(plugin, cpu, [=](Side & side, ggml_context * context, ggml_tensor * x, ggml_tensor *) {
+            x = ggml_mul_mat(context, side.weights[FIRST], x);
+            ggml_tensor * ids = expert_ids(context, x, IDS);
+            x = ggml_reshape_3d(context, x, WIDTH, 1, 3);
+            ggml_tensor * up = ggml_mul_mat_id(context, side.weights[UP], x, ids);
+            up = ggml_add_id(context, up, side.weights[BIAS], ids);
+            ggml_tensor * gate = ggml_view_3d(context, up, WIDTH / 2, 2, 3, up->nb[1], up->nb[2], WIDTH * 2);
+            ggml_tensor * active = is_usual ? ggml_silu(context, up) : ggml_relu_inplace(context, up);
+            ggml_tensor * down = ggml_mul_mat_id(context, side.weights[DOWN], active, ids);
+            return is_usual ? down : ggml_add(context, down, ggml_repeat(context, gate, down));
+        });
+    }
+    // Products of several inputs, without activations between.
+    check_equal(plugin, cpu, [](Side & side, ggml_context * context, ggml_tensor * x, ggml_tensor *) {
+        ggml_tensor * ids = expert_ids(context, x, IDS);
+        ggml_tensor * both = ggml_reshape_3d(context, ggml_repeat_4d(context, x, WIDTH, 6, 1, 1), WIDTH, 2, 3);
+        ggml_tensor * one = ggml_reshape_3d(context, x, WIDTH, 1, 3);
+        return ggml_add(context, ggml_mul_mat_id(context, side.weights[UP], both, ids),
+                        ggml_mul_mat_id(context, side.weights[DOWN], one, ids));
+    });
+    CHECK(plugin.read(UP, 100, 1000) == cpu.read(UP, 100, 1000));
+    // A use that is no product of experts: the tensor becomes resident.
+    check_equal(plugin, cpu, [](Side & side, ggml_context * context, ggml_tensor * x, ggml_tensor *) {
+        ggml_tensor * expert = ggml_view_2d(context, side.weights[DOWN], WIDTH, WIDTH, WIDTH * 4,
+                                            2 * WIDTH * WIDTH * 4);
+        ggml_tensor * ids = expert_ids(context, x, IDS);
+        x = ggml_reshape_3d(context, ggml_mul_mat(context, expert, x), WIDTH, 1, 3);
+        return ggml_mul_mat_id(context, side.weights[DOWN], ggml_mul_mat_id(context, side.weights[UP], x, ids),
+                               ids);
+    });
+}
+
+// The router of a damaged model may choose experts that do not exist.
+void wrong_ids_fail_the_graph(Side & plugin) {
+    for (const int32_t id : {-1, int32_t(EXPERTS), INT32_MAX}) {
+        const int32_t ids[6] = {0, 1, 2, 3, id, 0};
+        const auto build = [&](ggml_context * context, ggml_tensor * x, ggml_tensor *) {
+            ggml_tensor * chosen = expert_ids(context, x, ids);
+            return ggml_mul_mat_id(context, plugin.weights[UP], ggml_reshape_3d(context, x, WIDTH, 1, 3),
+                                   chosen);
+        };
+        plugin.compute(build, GGML_STATUS_FAILED);
+    }
+}
+
 void reads_writes_and_copies_give_the_bits_of_the_cpu(Side & plugin, Side & cpu) {
     for (Side * side : {&plugin, &cpu}) {
         ggml_backend_tensor_memset(side->weights[SECOND], 0, 128, 256);
@@ -255,6 +327,8 @@ int main(int argc, char ** argv) {
         if (differs_from_file) {
             unlink(path.c_str());
         }
+        wrong_ids_fail_the_graph(plugin);
+        experts_give_the_bits_of_the_cpu(plugin, cpu);
         graphs_give_the_bits_of_the_cpu(plugin, cpu);
         reads_writes_and_copies_give_the_bits_of_the_cpu(plugin, cpu);
     }

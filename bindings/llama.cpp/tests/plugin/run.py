@@ -18,7 +18,7 @@ import tempfile
 SKIP = 77
 RUN_SECONDS = 600
 # Quantised, f16, sliding window, experts, latent attention, recurrent, hybrid.
-MODELS = ["smollm2", "gemma3", "tiny-llama-f16", "tiny-swa", "tiny-moe", "tiny-mla", "tiny-mamba",
+MODELS = ["smollm2", "gemma3", "tiny-llama-f16", "tiny-swa", "tiny-moe", "tiny-oss", "tiny-mla", "tiny-mamba",
           "tiny-hybrid"]
 
 
@@ -130,12 +130,50 @@ def case_streamed_weights_give_the_same_bits(bench):
         expect(resident.stats["materialised"] == 0, "no weight had to stay in memory", resident)
         least = bench.same(name, KVTIER_BUDGET=bench.smallest_budget(resident.stats))
         units = resident.stats["units"]
-        expect(least.stats["home_units"] < units or units <= 2, "fewer units are resident", least)
+        expect(least.stats["home_units"] + least.stats["expert_slots"] < units or units <= 2,
+               "fewer units are in memory", least)
         expect(least.stats["peak_bytes"] <= least.stats["budget_bytes"],
                "the peak is within the budget", least)
         again = bench.same(name, "-l", 0, KVTIER_BUDGET=bench.smallest_budget(resident.stats))
         expect(again.stats["materialised"] == 0, "weights passed as copies are found in the file, too", again)
         print(name, resident.stats["streamed_bytes"], "bytes in", least.stats["peak_bytes"])
+
+
+def case_experts_come_one_by_one(bench):
+    """Experts have units of their own. Each is read at most once for a batch, however few fit in memory."""
+    names = bench.present(["tiny-moe", "tiny-oss", "tiny-mla"])
+    for name in names:
+        resident = bench.same(name)
+        least = bench.smallest_budget(resident.stats)
+        half = least + resident.stats["streamed_bytes"] // 2
+        for arguments in [("-n", 1, "-p", 48), ("-n", 20), ("-u", 5), ("-t", 2, "-p", 40), ("-o", "-n", 3),
+                          ("-a", "-n", 2), ("-x", 3, "-n", 4)]:
+            once = bench.same(name, *arguments).stats
+            expect(once["expert_misses"] <= once["expert_slots"], "all experts stay in memory", resident)
+            for budget in [half, least + 2 * once["kv_bytes"]]:
+                run = bench.same(name, *arguments, KVTIER_BUDGET=budget)
+                expect(run.stats["peak_bytes"] <= budget, "the peak is within the budget", run)
+                uses = run.stats["expert_hits"] + run.stats["expert_misses"]
+                expect(uses == once["expert_hits"] + once["expert_misses"] or "-o" in arguments,
+                       f"{name} {arguments}: each expert is leased once for a batch", run)
+                if arguments[:2] == ("-n", 1):
+                    # Whole pages are read, and layers once more.
+                    most = 1.6 * resident.stats["streamed_bytes"] + 8192 * resident.stats["units"]
+                    expect(run.stats["read_bytes"] < most, f"{name}: each expert is read once", run)
+        few = bench.same(name, KVTIER_BUDGET=least)
+        expect(few.stats["expert_slots"] == 2, "two experts are enough", few)
+        # An expert that cannot be read fails the decode.
+        with tempfile.TemporaryDirectory() as folder:
+            copy = os.path.join(folder, name + ".gguf")
+            shutil.copyfile(bench.model(name), copy)
+            run = bench.run(copy, "-l", 0, "-d", copy, 3, plugin=bench.options.plugin, KVTIER_BUDGET=least)
+            expect(run.status == 3 and "at step 3" in run.texts[0], "a truncated file fails the decode", run)
+            before = run.texts[0].split("failed")[0].split()
+            expect(before == bench.without_plugin(name).texts[0].split()[:3], "the bits before are right", run)
+    if names:
+        run = bench.with_plugin(name, KVTIER_BUDGET=least - 16384)
+        expect(run.status == 5 and "raise KVTIER_BUDGET" in run.errors, "a smaller budget is refused", run)
+    return 0 if names else SKIP
 
 
 def case_a_quarter_of_the_model_is_enough(bench):
