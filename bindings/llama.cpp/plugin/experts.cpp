@@ -4,7 +4,9 @@
 #include "stats.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <numeric>
 
 namespace kvtier_plugin {
 
@@ -12,6 +14,8 @@ namespace {
 
 // Memory for the rows of a wave, unless one expert has more rows.
 constexpr uint64_t WAVE_BYTES = 16 << 20;
+// Larger batches use most experts of a layer anyway.
+constexpr int64_t MOST_TOKENS = 4;
 
 uint64_t padded(uint64_t bytes) {
     return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -213,6 +217,116 @@ void Experts::copy_inputs() {
     }
 }
 
+// Compares the choice with what was guessed.
+void Experts::note_use() {
+    totals().expert_uses += experts_.size();
+    guessed_units_.clear();
+    RoutedLayer * layer = owner_->routing().at(stack_->units.front());
+    // A layer may have several segments: only the first one's choice is new.
+    if (!layer || noted_ == ids_) {
+        return;
+    }
+    noted_ = ids_;
+    for (const RoutedLayer::Guess & guess : layer->guesses) {
+        if (guess.is_read) {
+            guessed_units_.push_back(layer->first_unit + guess.expert);
+        }
+    }
+    std::vector<uint32_t> used;
+    for (const ExpertRows & expert : experts_) {
+        used.push_back(expert.expert);
+    }
+    owner_->routing().note_use(*layer, ids_->ne[1], used);
+}
+
+// Applies the next layer's router to this layer's hidden states. For each token, the experts by their score.
+bool Experts::rank_next(const RoutedLayer & next, std::vector<std::vector<uint32_t>> & ranked) {
+    const ggml_tensor * input = inputs_.front();
+    const int64_t tokens = input->ne[2];
+    const char * matrix = next.router && next.router->tensor->ne[0] == input->ne[0]
+                              ? owner_->borrow(*next.router) : nullptr;
+    if (!matrix || input->ne[1] != 1) {
+        return false;
+    }
+    std::vector<float> scores(size_t(next.experts) * size_t(tokens));
+    ggml_tensor router = *next.router->tensor, state = *input, product = *input;
+    router.data = const_cast<char *>(matrix);
+    state.data = copies_.at(input).data();
+    product.data = scores.data();
+    product.ne[0] = next.experts;
+    for (ggml_tensor * tensor : {&state, &product}) {
+        tensor->view_src = nullptr;
+        tensor->ne[1] = tokens;
+        tensor->ne[2] = 1;
+        tensor->nb[1] = size_t(tensor->ne[0]) * sizeof(float);
+        tensor->nb[2] = tensor->nb[3] = tensor->nb[1] * size_t(tokens);
+    }
+    product.op = GGML_OP_MUL_MAT;
+    std::fill(product.op_params, product.op_params + GGML_MAX_OP_PARAMS / sizeof(int32_t), 0);
+    std::fill(product.src, product.src + GGML_MAX_SRC, nullptr);
+    product.src[0] = &router;
+    product.src[1] = &state;
+    ggml_tensor * node = &product;
+    ggml_cgraph piece = ggml_graph_view(graph_, first_, first_ + 1);
+    piece.nodes = &node;
+    if (ggml_backend_graph_compute(inner_, &piece) != GGML_STATUS_SUCCESS) {
+        return false;
+    }
+    add_biases(next, scores);
+    ranked.assign(size_t(tokens), std::vector<uint32_t>(next.experts));
+    const size_t most = std::min<size_t>(next.experts, size_t(ids_->ne[0]));
+    for (size_t token = 0; token < size_t(tokens); token++) {
+        const float * score = scores.data() + token * next.experts;
+        std::vector<uint32_t> & all = ranked[token];
+        std::iota(all.begin(), all.end(), 0u);
+        std::partial_sort(all.begin(), all.begin() + long(most), all.end(),
+                          [&](uint32_t a, uint32_t b) { return score[a] > score[b]; });
+        all.resize(most);
+    }
+    return true;
+}
+
+void Experts::add_biases(const RoutedLayer & next, std::vector<float> & scores) {
+    for (const Record * bias : {next.bias, next.choice_bias}) {
+        const bool is_known = bias && bias->tensor->type == GGML_TYPE_F32 &&
+                              bias->bytes == next.experts * sizeof(float);
+        const char * values = is_known ? owner_->borrow(*bias) : nullptr;
+        for (size_t i = 0; values && i < scores.size(); i++) {
+            float value = 0;
+            std::memcpy(&value, values + i % next.experts * sizeof value, sizeof value);
+            // The bias of the choice is added to probabilities.
+            scores[i] = (bias == next.choice_bias ? 1.0f / (1.0f + std::exp(-scores[i])) : scores[i]) + value;
+        }
+    }
+}
+
+// Begins to read experts that the next layer is expected to use. All experts of this layer are leased.
+void Experts::guess_next() {
+    RoutedLayer * next = owner_->routing().after(stack_->units.front());
+    const bool is_short = ids_->ne[1] <= MOST_TOKENS && owner_->expert_slots() / 4 >= size_t(ggml_nelements(ids_));
+    std::vector<std::vector<uint32_t>> ranked;
+    if (!settings().predicts || !next || !is_short || inputs_.empty()) {
+        return;
+    }
+    next->guesses.clear();
+    const bool is_ranked = rank_next(*next, ranked);
+    owner_->release_borrowed();
+    if (!is_ranked) {
+        return;
+    }
+    for (uint32_t rank = 0; rank < ranked.front().size(); rank++) {
+        for (const std::vector<uint32_t> & experts : ranked) {
+            const uint32_t expert = experts[rank];
+            const auto is_same = [&](const RoutedLayer::Guess & guess) { return guess.expert == expert; };
+            if (std::none_of(next->guesses.begin(), next->guesses.end(), is_same)) {
+                const bool is_read = owner_->routing().precision.is_worthwhile(rank) &&
+                                     owner_->read_ahead(next->first_unit + expert);
+                next->guesses.push_back({expert, rank, is_read});
+            }
+        }
+    }
+}
+
 // Bytes of a row in all tensors of a wave.
 uint64_t Experts::row_bytes() const {
     uint64_t bytes = 2 * sizeof(int32_t);
@@ -226,7 +340,7 @@ uint64_t Experts::row_bytes() const {
 }
 
 // Takes experts that are loaded; waits for one if there is none.
-bool Experts::take_wave(std::vector<const ExpertRows *> & pending, Wave & wave, std::string & why) {
+bool Experts::take_wave(std::vector<ExpertRows *> & pending, Wave & wave, std::string & why) {
     const size_t most = std::min(owner_->expert_slots(), pending.size());
     std::vector<uint32_t> units;
     for (size_t i = 0; i < most; i++) {
@@ -240,7 +354,13 @@ bool Experts::take_wave(std::vector<const ExpertRows *> & pending, Wave & wave, 
             if (!wave.empty() && rows + pending[i]->rows.size() > most_rows) {
                 break;
             }
-            const Leased leased = owner_->lease_expert(pending[i]->unit, waits, why);
+            const uint32_t unit = pending[i]->unit;
+            const Leased leased = owner_->lease_expert(unit, waits, why);
+            const bool is_new = leased == Leased::not_loaded && !pending[i]->is_counted &&
+                                std::find(guessed_units_.begin(), guessed_units_.end(), unit) ==
+                                    guessed_units_.end();
+            totals().expert_loads += is_new ? 1 : 0;
+            pending[i]->is_counted = true;
             if (leased == Leased::failed) {
                 return false;
             }
@@ -262,14 +382,18 @@ ggml_status Experts::compute(std::string & why) {
         return GGML_STATUS_FAILED;
     }
     copy_inputs();
-    std::vector<const ExpertRows *> pending;
-    for (const ExpertRows & expert : experts_) {
+    note_use();
+    std::vector<ExpertRows *> pending;
+    for (ExpertRows & expert : experts_) {
         pending.push_back(&expert);
     }
     ggml_status status = GGML_STATUS_SUCCESS;
     while (!pending.empty() && status == GGML_STATUS_SUCCESS) {
         Wave wave;
         const bool is_taken = take_wave(pending, wave, why);
+        if (is_taken && pending.empty()) {
+            guess_next();
+        }
         status = is_taken ? compute_wave(wave) : GGML_STATUS_FAILED;
         std::vector<uint32_t> units;
         for (const ExpertRows * expert : wave) {

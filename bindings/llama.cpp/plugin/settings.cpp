@@ -1,5 +1,7 @@
 #include "settings.h"
 
+#include "routing.h"
+
 #include <sys/stat.h>
 
 #include <cstdio>
@@ -106,11 +108,12 @@ bool settings_read(Settings & out, std::string & why) {
         !size_read("KVTIER_DEVICE_BUDGET", out.device_bytes, why)) {
         return false;
     }
-    uint64_t slots = out.slots, threads = 0, has_stats = 0, spills = 0;
+    uint64_t slots = out.slots, threads = 0, has_stats = 0, spills = 0, predicts = 1;
     if (!number_read("KVTIER_RING", 2, MAX_SLOTS, slots, why) ||
         !number_read("KVTIER_THREADS", 1, MAX_THREADS, threads, why) ||
         !number_read("KVTIER_STATS", 0, 1, has_stats, why) ||
         !number_read("KVTIER_SPILL", 0, 1, spills, why) ||
+        !number_read("KVTIER_PREDICT", 0, 1, predicts, why) ||
         !path_read("KVTIER_MODEL", S_IFREG, out.model, why) ||
         !path_read("KVTIER_DIR", S_IFDIR, out.directory, why)) {
         return false;
@@ -119,12 +122,22 @@ bool settings_read(Settings & out, std::string & why) {
     out.threads = uint32_t(threads);
     out.has_stats = has_stats != 0;
     out.spills = spills != 0;
+    out.predicts = predicts != 0;
     if (out.spills && out.directory.empty()) {
         why = "KVTIER_SPILL=1 needs KVTIER_DIR: set it to the directory that weights are written to";
         return false;
     }
     if (const char * inner = variable("KVTIER_UNDER")) {
         out.inner = inner;
+    }
+    if (const char * policy = variable("KVTIER_EXPERT_POLICY")) {
+        out.expert_policy = policy;
+    }
+    const char * trace = variable("KVTIER_ROUTING_TRACE");
+    if (trace && !routing_trace_open(trace)) {
+        why = std::string("KVTIER_ROUTING_TRACE=") + trace + " cannot be written: name a file in a directory "
+              "that you may write to";
+        return false;
     }
     return true;
 }

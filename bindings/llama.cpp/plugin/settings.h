@@ -24,6 +24,10 @@ struct Settings {
     std::string inner = "CPU";
     // KVTIER_THREADS: threads that compute, 1 to 512; 0 = as the engine says.
     uint32_t threads = 0;
+    // KVTIER_EXPERT_POLICY: the policy that evicts experts. By default the best of these, as measured.
+    std::string expert_policy = "auto(of=any(s3fifo,lru,lfu,wtinylfu),sample=1)";
+    // KVTIER_PREDICT=0: do not read experts before the router has chosen them.
+    bool predicts = true;
     // KVTIER_STATS=1: print a line of statistics at exit.
     bool has_stats = false;
 };

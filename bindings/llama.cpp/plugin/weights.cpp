@@ -179,8 +179,33 @@ void Weights::add_units() {
             add_to_units(*record, is_divided ? unit : final_unit_, is_divided ? experts : 1);
             record->is_experts = is_divided;
         }
+        if (experts > 0) {
+            add_routed(layer, unit, experts, records);
+        }
         layer++;
     }
+}
+
+void Weights::add_routed(uint32_t layer, uint32_t first_unit, uint32_t experts,
+                         const std::vector<Record *> & records) {
+    RoutedLayer made;
+    made.layer = layer;
+    made.first_unit = first_unit;
+    made.experts = experts;
+    for (const Range & range : units_[first_unit].ranges) {
+        made.expert_bytes += range.bytes;
+    }
+    for (Record * record : records) {
+        const char * name = ggml_get_name(record->tensor);
+        if (ends_with(name, ".ffn_gate_inp.weight") && record->tensor->ne[1] == experts) {
+            made.router = record;
+        } else if (ends_with(name, ".ffn_gate_inp.bias")) {
+            made.bias = record;
+        } else if (ends_with(name, ".exp_probs_b.bias")) {
+            made.choice_bias = record;
+        }
+    }
+    routing_.add(made);
 }
 
 void Weights::add_to_units(Record & record, uint32_t first, uint32_t count) {
@@ -439,6 +464,8 @@ bool Weights::open_stream(std::string & why) {
     opts.terms = &terms;
     opts.budget = memory->budget();
     opts.device = memory->device();
+    opts.expert_policy = settings().expert_policy.c_str();
+    opts.expert_policy_bytes = settings().expert_policy.size();
     // The policy alone decides: a share of slots for the most used experts would not count as free ones.
     opts.flags = KVT_STREAM_SET_PINNED_PERCENT;
     Failure failure;
@@ -472,6 +499,11 @@ bool Weights::begin_pass(std::string & why) {
     const kvt_status_t status = kvt_stream_pass_begin(stream_, failure.out());
     if (status != KVT_OK) {
         why = failure.text("checking the model's files", status);
+    }
+    constexpr uint32_t LOOK_EVERY = 16;
+    if (passes_++ % LOOK_EVERY == 0) {
+        residency_.resize(units_.size());
+        kvt_stream_plan(stream_, nullptr, nullptr, residency_.data(), residency_.size(), sizeof residency_[0]);
     }
     return status == KVT_OK;
 }
@@ -552,6 +584,41 @@ void Weights::release_experts(const std::vector<uint32_t> & units) {
     for (uint32_t unit : units) {
         release(unit);
     }
+}
+
+bool Weights::read_ahead(uint32_t unit) {
+    kvt_unit_lease_t lease = KVT_UNIT_LEASE_INIT;
+    const kvt_status_t status =
+        stream_ && !has(unit) ? kvt_stream_acquire(stream_, unit, KVT_ACQUIRE_POLL, 0, &lease, nullptr)
+                              : KVT_E_STATE;
+    if (status == KVT_OK) {
+        // The policy takes the lease for a use, so that the expert stays until it is needed.
+        kvt_stream_release(stream_, &lease, 0, nullptr);
+    }
+    return status == KVT_E_AGAIN;
+}
+
+const char * Weights::borrow(const Record & record) {
+    if (!record.streams) {
+        return record.reserved;
+    }
+    const uint32_t unit = record.units.front();
+    const bool is_resident = unit < residency_.size() && residency_[unit].residency != KVT_RESIDENT_FILE;
+    if (!has(unit)) {
+        kvt_unit_lease_t lease = KVT_UNIT_LEASE_INIT;
+        if (!is_resident ||
+            kvt_stream_acquire(stream_, unit, KVT_ACQUIRE_POLL, 0, &lease, nullptr) != KVT_OK) {
+            return nullptr;
+        }
+        leases_.emplace(unit, lease);
+        borrowed_.push_back(unit);
+    }
+    return address(unit) + record.at.front();
+}
+
+void Weights::release_borrowed() {
+    release_experts(borrowed_);
+    borrowed_.clear();
 }
 
 size_t Weights::expert_slots() const {

@@ -8,6 +8,7 @@
 
 #include "inner_device.h"
 #include "memory.h"
+#include "routing.h"
 #include "source.h"
 
 #include <map>
@@ -118,6 +119,13 @@ public:
     // Leases an expert beside other units; it is released with them, or by release_experts.
     Leased lease_expert(uint32_t unit, bool waits, std::string & why);
     void release_experts(const std::vector<uint32_t> & units);
+    // Begins to read an expert that is not in memory. True if it does.
+    bool read_ahead(uint32_t unit);
+    // Leases the unit of a tensor if it is resident, until release_borrowed. Returns the tensor's address,
+    // or null.
+    const char * borrow(const Record & record);
+    void release_borrowed();
+    Routing & routing() { return routing_; }
     // Experts that can be leased at once.
     size_t expert_slots() const;
     // Ends a graph, and with the last unit also a pass. False if a file was changed during the pass.
@@ -133,6 +141,8 @@ private:
     bool classify(ggml_tensor * const * tensors, int count, std::string & why);
     void add_record(ggml_tensor * tensor);
     void add_units();
+    void add_routed(uint32_t layer, uint32_t first_unit, uint32_t experts,
+                    const std::vector<Record *> & records);
     void add_to_units(Record & record, uint32_t first, uint32_t count);
     uint64_t largest_unit() const;
     void split_large(uint64_t most_bytes);
@@ -170,6 +180,11 @@ private:
     ggml_backend_buffer_t padded_ = nullptr;
     uint64_t padded_bytes_ = 0;
     uint32_t padded_unit_ = KVT_NONE;
+    Routing routing_;
+    std::vector<uint32_t> borrowed_;
+    // The plan's residency of units, as of a recent pass.
+    std::vector<kvt_unit_residency_t> residency_;
+    uint32_t passes_ = 0;
     bool is_passing_ = false;
     // The last unit of this pass, and of every pass; experts do not count.
     uint32_t last_unit_ = 0, final_unit_ = 0;

@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Measures the cost of streaming: a token with a budget of a quarter of the model, against its lower bound.
 
-    bench.py --stock PROGRAM --plugin LIBRARY --models DIRECTORY [--pairs 5]
+    bench.py --stock PROGRAM --plugin LIBRARY --models DIRECTORY [--pairs 5] [--experts NAME...] [--share 0.25]
+
+With --experts, models with experts (models/make.py --kind moe) in a share of their size, also against a memory
+map in the same memory cgroup.
 
 Prints one line of JSON per bar, from medians of interleaved runs.
 """
@@ -74,13 +77,90 @@ def measure(bench, name, pairs):
          round(statistics.median(plain)), None)
 
 
+class Cgroup:
+    """A memory cgroup of version 1 or 2."""
+
+    def __init__(self, limit):
+        root = "/sys/fs/cgroup"
+        is_second = os.path.exists(root + "/cgroup.controllers")
+        self.path = f"{root}{'' if is_second else '/memory'}/kvtier-bench-{os.getpid()}"
+        os.mkdir(self.path)
+        with open(self.path + ("/memory.max" if is_second else "/memory.limit_in_bytes"), "w") as file:
+            file.write(str(limit))
+
+    def enter(self):
+        with open(self.path + "/cgroup.procs", "w") as file:
+            file.write(str(os.getpid()))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        os.rmdir(self.path)
+
+
+def drop_cache(path):
+    """Pages that another process cached are not charged to the cgroup."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure_experts(bench, name, pairs, share):
+    path = bench.model(name)
+    size = os.path.getsize(path)
+    decode, prompt = ("-n", 40, "-t", 1, "-c", 128, "-s", "-p", 4), ("-n", 1, "-t", 1, "-c", 128, "-p", 64)
+    budget = int(size * share)
+    # What the engine owns: buffers, heap and the libraries' pages.
+    limit_bytes = budget + (96 << 20)
+    runs = {key: [] for key in ["plain", "bound", "guessed", "unguessed", "mapped", "inside", "batch", "single"]}
+    for _ in range(pairs):
+        plain = bench.run(name, "-r", 0, *decode)
+        rate = raw_bytes_per_s(path)
+        guessed = bench.with_plugin(name, *decode, KVTIER_BUDGET=budget)
+        bytes_a_token = guessed.stats["read_bytes"] / guessed.stats["passes"]
+        runs["plain"].append(plain.step_ns)
+        runs["bound"].append(max(plain.step_ns, 1e9 * bytes_a_token / rate))
+        runs["guessed"].append(guessed.step_ns)
+        unguessed = bench.with_plugin(name, *decode, KVTIER_BUDGET=budget, KVTIER_PREDICT=0)
+        runs["unguessed"].append(unguessed.step_ns)
+        assert guessed.texts == unguessed.texts == plain.texts, "the bits differ"
+        few = ("-n", 6, *decode[2:])
+        for key, plugin in [("mapped", None), ("inside", bench.options.plugin)]:
+            with Cgroup(limit_bytes) as group:
+                drop_cache(path)
+                run = bench.run(name, *(() if plugin else ("-r", 0)), *few, plugin=plugin,
+                                limits={"preexec_fn": group.enter}, KVTIER_BUDGET=budget)
+                assert run.status == 0, run.errors
+                runs[key].append(run.step_ns)
+        runs["batch"].append(bench.with_plugin(name, *prompt, KVTIER_BUDGET=budget).total_ns)
+        runs["single"].append(bench.with_plugin(name, "-u", 1, *prompt, KVTIER_BUDGET=budget).total_ns)
+    stats = guessed.stats
+    misses = stats["expert_loads"] + stats["guessed_needed"]
+    ratio = lambda above, below: statistics.median(a / b for a, b in zip(runs[above], runs[below]))
+    median = {key: round(statistics.median(values)) for key, values in runs.items()}
+    at = f"{name}_{share:g}"
+    line(f"experts_{at}", ratio("guessed", "bound"), "max(compute, bytes / raw bandwidth), ns", median["bound"], 1.15)
+    line(f"experts_mmap_{at}", ratio("inside", "mapped"), "a memory map in the same cgroup, ns", median["mapped"], 0.333)
+    line(f"experts_predict_{at}", ratio("guessed", "unguessed"), "without predictions, ns", median["unguessed"], 1.03)
+    line(f"experts_prefill_{at}", ratio("batch", "single"), "token by token, ns", median["single"], 0.5)
+    line(f"experts_uncovered_{at}", 1 - stats["guessed_needed"] / max(1, misses), "all misses", misses, 0.54)
+    line(f"experts_wasted_{at}", (stats["guessed_reads"] - stats["guessed_needed"]) / max(1, stats["guessed_needed"]),
+         "useful reads ahead", stats["guessed_needed"], 0.4)
+
+
 def main():
     parser = argparse.ArgumentParser()
     for name in ["stock", "plugin", "models"]:
         parser.add_argument("--" + name, required=True)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--experts", nargs="*", default=[])
+    parser.add_argument("--share", type=float, default=0.25)
     options = parser.parse_args()
     bench = Bench(options)
+    for name in bench.present(options.experts):
+        measure_experts(bench, name, options.pairs, options.share)
+    if options.experts:
+        return
     for name in bench.present(["smollm2", "gemma3"]):
         measure(bench, name, options.pairs)
 

@@ -1,17 +1,19 @@
 // An unmodified program for the tests of the plugin: it uses llama.h and ggml-backend.h only.
 //
 //   stock MODEL [-n STEPS] [-p PROMPT] [-c CONTEXT] [-u BATCH] [-t THREADS] [-l LOAD] [-x CONTEXTS]
-//         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-a] [-d FILE STEP] [-y MODEL] [-z] [--load LIBRARY]...
+//         [-k KV] [-g LAYERS] [-r REPACK] [-o] [-a] [-s] [-d FILE STEP] [-y MODEL] [-z] [--load LIBRARY]...
 //         [--device NAME]
 //
 // Decodes a prompt of pseudorandom tokens, then greedily. Prints one line per context with a hash of the
-// logits and the token of each step. Then prints the memory of the process and the nanoseconds of a step.
+// logits and the token of each step. Then prints the memory of the process, and the nanoseconds of the
+// prompt, of all steps and of one.
 //
 //   -l         load mode of llama.h
 //   -k 1       keeps KV on the CPU
 //   -r 0       does not repack weights
 //   -o         observes every node
 //   -a         computes logits of all tokens, not only of the last one
+//   -s         decodes pseudorandom tokens instead of the likeliest ones; some are much more frequent
 //   -d         truncates FILE to half its length before a step
 //   -y         a second model, for every second context
 //   -z         opens a context after the previous one has decoded
@@ -27,6 +29,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <sys/stat.h>
 #include <thread>
@@ -38,6 +41,7 @@ struct Options {
     const char * model = nullptr, * second = nullptr;
     int steps = 8, prompt = 24, context = 64, batch = 0, threads = 1, load = -1, contexts = 1, layers = 99;
     bool kv_on_cpu = false, observes = false, repacks = true, sequential = false, all_logits = false;
+    bool is_skewed = false;
     const char * truncate_path = nullptr;
     int truncate_step = -1;
     std::vector<const char *> libraries;
@@ -82,6 +86,8 @@ bool options_read(int argc, char ** argv, Options & out) {
             out.observes = true;
         } else if (word == "-a") {
             out.all_logits = true;
+        } else if (word == "-s") {
+            out.is_skewed = true;
         } else if (word == "-d" && i + 2 < argc) {
             out.truncate_path = argv[++i];
             out.truncate_step = std::atoi(argv[++i]);
@@ -168,6 +174,11 @@ void decode(llama_model * model, llama_context * context, const Options & option
         char line[64];
         std::snprintf(line, sizeof line, "%016llx:%d ", (unsigned long long) hash(logits, vocab_size), best);
         out.text += line;
+        if (options.is_skewed) {
+            seed = seed * 1664525u + 1013904223u;
+            const double share = double(seed >> 8) / double(1 << 24);
+            best = int(share * share * share * vocab_size);
+        }
         next.assign(1, best);
     }
     out.is_good = true;
@@ -217,8 +228,12 @@ void print_all(std::vector<Outcome> & outcomes) {
         std::printf("%s\n", outcome.text.c_str());
     }
     print_memory();
-    // The median of the steps, without the prompt.
+    // The prompt, all steps, and the median of the steps without the prompt.
     std::vector<long long> & times = outcomes.front().step_ns;
+    if (times.size() > 0) {
+        std::printf("prompt %lld\n", times.front());
+        std::printf("total %lld\n", std::accumulate(times.begin(), times.end(), 0LL));
+    }
     if (times.size() > 1) {
         std::sort(times.begin() + 1, times.end());
         std::printf("time %lld\n", times[1 + (times.size() - 1) / 2]);

@@ -2,6 +2,7 @@
 //! explains their choices; simulates many engines on one remote; measures sparse policies.
 
 mod compare;
+mod experts;
 mod explain;
 pub mod html;
 pub mod parse;
@@ -36,6 +37,8 @@ pub enum Command {
     Compare(Box<compare::Args>),
     /// List the next victims at a point of a trace, and why they are chosen
     Explain(explain::Args),
+    /// Compare eviction policies for the experts of a model on a routing trace
+    Experts(experts::Args),
     /// Simulate a trace on many engines that share a remote
     Scale(Box<scale::Args>),
     /// Generate a workload
@@ -117,6 +120,7 @@ pub fn run(command: Command) -> Outcome<()> {
     match command {
         Command::Compare(args) => compare::run(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Experts(args) => experts::run(&args),
         Command::Scale(args) => scale::run(&args),
         Command::Sparse(args) => sparse::run(&args),
         Command::Gen { kind, duration, seed, rate, block_tokens, out } => {
