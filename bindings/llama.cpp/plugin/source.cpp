@@ -153,6 +153,12 @@ void Source::add_if_matching(const std::string & path, ggml_tensor * const * ten
     }
 }
 
+void Source::drop_cache() const {
+    for (const File & file : files_) {
+        posix_fadvise(file.fd, 0, 0, POSIX_FADV_DONTNEED);
+    }
+}
+
 uint32_t Source::experts_used() const {
     constexpr const char * NAME = ".expert_used_count";
     for (const File & file : files_) {

@@ -38,6 +38,9 @@ public:
     // Paths of the open files, valid even if their names change.
     std::vector<std::string> paths() const;
     bool is_spill() const { return spills_; }
+    // Drops the files' pages from the page cache, as far as nobody maps them: the engine read them while it
+    // loaded, and a cgroup counts them as used memory.
+    void drop_cache() const;
     // Experts of a layer that a token uses, as the files state; 0 if they do not.
     uint32_t experts_used() const;
 

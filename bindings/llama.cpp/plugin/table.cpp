@@ -120,14 +120,20 @@ kvt_status_t plan_status(const kvt_model_t * table, const kvt_stream_terms_t & t
 
 } // namespace
 
-void table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
+bool table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
                         uint64_t bytes, kvt_stream_terms_t & terms) {
     constexpr uint32_t LEAST = 2;
+    bool is_whole = true;
     Trial trial;
     trial.residency.resize(units.size());
     const auto fits = [&](uint32_t count) {
         terms.expert_slots = count;
         if (plan_status(table, terms, bytes, &trial, nullptr) != KVT_OK) {
+            return false;
+        }
+        if (!inner_has_memory() && kvt_model_plan(table, &terms, nullptr, nullptr, nullptr, nullptr, 0,
+                                                  sizeof(kvt_unit_residency_t), nullptr) != KVT_OK) {
+            is_whole = false;
             return false;
         }
         for (size_t i = 0; count > used + 1 && i < units.size(); i++) {
@@ -149,7 +155,7 @@ void table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & uni
         }
     }
     if (!fits(least)) {
-        return;
+        return is_whole;
     }
     // All experts share the slots: a plan would use what is left for copies of some that stay.
     terms.host_ceiling_bytes = trial.plan.host_bytes;
@@ -160,6 +166,7 @@ void table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & uni
             terms.host_ceiling_bytes -= unit.image_bytes;
         }
     }
+    return is_whole;
 }
 
 // Finds the least memory by bisection of plans.

@@ -457,7 +457,15 @@ bool Weights::open_stream(std::string & why) {
     const bool has_experts = std::any_of(units_.begin(), units_.end(),
                                          [](const Unit & unit) { return unit.expert != KVT_NONE; });
     if (has_experts) {
-        table_expert_terms(table_, units_, source_->experts_used(), memory->report().free_bytes, terms);
+        const uint32_t used = source_->experts_used();
+        const uint64_t bytes = memory->report().free_bytes;
+        kvt_stream_terms_t first = terms;
+        if (!table_expert_terms(table_, units_, used, bytes, first)) {
+            source_->drop_cache();
+            table_expert_terms(table_, units_, used, bytes, terms);
+        } else {
+            terms = first;
+        }
     }
     kvt_stream_opts_t opts = KVT_STREAM_OPTS_INIT;
     opts.model = table_;

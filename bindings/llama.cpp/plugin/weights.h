@@ -79,8 +79,9 @@ bool are_weights(ggml_tensor * const * tensors, int count);
 // Terms of the streamer's plan. No memory is reserved for KV, because the budget covers KV too.
 kvt_stream_terms_t table_terms(uint32_t slots);
 // Sets the number of expert slots for this much memory. Layers become resident first, because each pass
-// uses them; `used` experts and one more have slots before that.
-void table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
+// uses them; `used` experts and one more have slots before that. False if the machine has less memory: the
+// number is that for the machine.
+bool table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
                         uint64_t bytes, kvt_stream_terms_t & terms);
 
 class Weights {

@@ -178,6 +178,52 @@ def case_experts_come_one_by_one(bench):
     return 0 if names else SKIP
 
 
+def trace_read(path):
+    """The experts of each layer of a routing trace, and its uses: layer, tokens, used and guessed experts."""
+    with open(path, encoding="ascii") as file:
+        lines = [line.split() for line in file.read().splitlines()]
+    layers = {tuple(line[1:3]): int(line[3]) for line in lines if line[0] == "layer"}
+    uses = [(int(line[2]), int(line[3]), *[set(map(int, ids.split(","))) for ids in line[4:6]])
+            for line in lines if line[0] == "use"]
+    expect(lines[0] == ["kvtier-routing", "1"], f"{path} has a head line")
+    return layers, uses
+
+
+def case_routing_is_traced_and_predicted(bench):
+    """The trace has each layer's choice in each batch. Predictions change reads, never bits."""
+    names = bench.present(["tiny-moe", "tiny-oss", "tiny-mla"])
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            path = os.path.join(folder, "trace")
+            arguments = ("-n", 24, "-p", 8, "-s")
+            run = bench.same(name, *arguments, KVTIER_ROUTING_TRACE=path)
+            layers, uses = trace_read(path)
+            used = {"tiny-moe": 2, "tiny-oss": 4, "tiny-mla": 2}[name]
+            expect(len(uses) == 24 * len(layers), f"{name}: one line for each layer and batch")
+            expect(sum(len(use[2]) for use in uses) == run.stats["expert_uses"], "all uses are traced", run)
+            for layer, tokens, chosen, *guessed in uses:
+                count = layers[("1", str(layer))]
+                expect(max(chosen) < count and (len(chosen) == used or tokens > 1), f"{name}: {chosen}")
+                expect(all(max(guess) < count for guess in guessed), f"{name}: {guessed}")
+            first = min(use[0] for use in uses)
+            is_guessed = [len(use) == 4 for use in uses[len(layers):] if use[0] != first]
+            expect(all(is_guessed), f"{name}: each layer after the first is predicted")
+            expect(run.stats["expert_loads"] + run.stats["guessed_needed"] <= sum(layers.values()),
+                   "each expert is read once if all fit", run)
+            # Room for most experts: predictions need some slots.
+            budget = bench.smallest_budget(run.stats) + run.stats["streamed_bytes"] * 2 // 3
+            few = bench.same(name, *arguments, KVTIER_BUDGET=budget)
+            blind = bench.same(name, *arguments, KVTIER_BUDGET=budget, KVTIER_PREDICT=0,
+                               KVTIER_EXPERT_POLICY="lru")
+            expect(blind.stats["guessed_reads"] == 0 and few.stats["expert_uses"] == blind.stats["expert_uses"],
+                   "KVTIER_PREDICT=0 predicts nothing", blind)
+        if names:
+            run = bench.with_plugin(name, KVTIER_EXPERT_POLICY="oldest")
+            expect(run.status == 3 and "oldest" in run.errors, "an unknown policy is refused", run)
+            check_refused(bench, name, "cannot be written", KVTIER_ROUTING_TRACE=os.path.join(folder, "no", "file"))
+    return 0 if names else SKIP
+
+
 def case_a_quarter_of_the_model_is_enough(bench):
     """A budget of a quarter of the model gives the same bits, for all ways to use the engine."""
     for name in bench.present(["smollm2", "gemma3"]):
