@@ -118,7 +118,36 @@ kvt_status_t plan_status(const kvt_model_t * table, const kvt_stream_terms_t & t
                           sizeof(kvt_unit_residency_t), err);
 }
 
+// Tells whether all units but experts are resident.
+bool all_layers_stay(const std::vector<Unit> & units, const Trial & trial) {
+    for (size_t i = 0; i < units.size(); i++) {
+        if (units[i].expert == KVT_NONE && trial.residency[i].residency == KVT_RESIDENT_FILE) {
+            return false;
+        }
+    }
+    return true;
+}
+
 } // namespace
+
+uint32_t table_slots(const kvt_model_t * table, const std::vector<Unit> & units, uint64_t bytes) {
+    constexpr uint64_t IN_FLIGHT_BYTES = 10 << 20;
+    constexpr uint32_t MOST = 6;
+    const uint32_t least = settings().least_slots();
+    const kvt_stream_terms_t terms = table_terms(least);
+    Trial trial;
+    trial.residency.resize(units.size());
+    if (settings().slots || inner_has_memory() ||
+        plan_status(table, terms, bytes, &trial, nullptr) != KVT_OK || trial.plan.slot_bytes == 0 ||
+        all_layers_stay(units, trial)) {
+        return least;
+    }
+    const uint64_t slot_bytes = trial.plan.slot_bytes;
+    const uint64_t loading = (IN_FLIGHT_BYTES + slot_bytes - 1) / slot_bytes;
+    // Slots stay, so half of the memory is left for KV and resident layers.
+    const uint64_t fit = bytes / 2 / slot_bytes;
+    return uint32_t(std::max<uint64_t>(least, std::min<uint64_t>({1 + loading, fit, MOST})));
+}
 
 bool table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
                         uint64_t bytes, kvt_stream_terms_t & terms) {
@@ -136,12 +165,7 @@ bool table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & uni
             is_whole = false;
             return false;
         }
-        for (size_t i = 0; count > used + 1 && i < units.size(); i++) {
-            if (units[i].expert == KVT_NONE && trial.residency[i].residency == KVT_RESIDENT_FILE) {
-                return false;
-            }
-        }
-        return true;
+        return count <= used + 1 || all_layers_stay(units, trial);
     };
     const auto is_expert = [](const Unit & unit) { return unit.expert != KVT_NONE; };
     uint32_t most = uint32_t(std::count_if(units.begin(), units.end(), is_expert));

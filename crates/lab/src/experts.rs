@@ -56,13 +56,19 @@ impl Routing {
             let number = |i: usize| words.get(i).and_then(|word| word.parse::<u64>().ok());
             match (at, words.first().copied()) {
                 (0, _) if line == HEAD => {}
-                (0, _) => fail!(Corrupt, "the first line is not {HEAD:?}: this is no routing trace"),
+                (0, _) => {
+                    fail!(Corrupt, "the first line is not {HEAD:?}: this is no routing trace")
+                }
                 (_, Some("layer")) => {
                     let (Some(experts), Some(bytes)) = (number(3), number(4)) else {
                         fail!(Corrupt, "line {}: a layer has 4 numbers", at + 1);
                     };
                     if experts == 0 || experts > MOST_EXPERTS - first {
-                        fail!(Limit, "line {}: {experts} experts, at most {MOST_EXPERTS} in all", at + 1);
+                        fail!(
+                            Limit,
+                            "line {}: {experts} experts, at most {MOST_EXPERTS} in all",
+                            at + 1
+                        );
                     }
                     layers.insert((number(1), number(2)), routing.layers.len());
                     routing.layers.push(Layer { experts, bytes, first });

@@ -106,7 +106,8 @@ fn sizes(text: &str, experts: u64) -> Outcome<Vec<u64>> {
     let one = |word: &str| -> Outcome<u64> {
         let size = match word.strip_suffix('%') {
             Some(percent) => {
-                let share: f64 = percent.parse().map_err(|_| format!("{word:?} is no percentage"))?;
+                let share: f64 =
+                    percent.parse().map_err(|_| format!("{word:?} is no percentage"))?;
                 (experts as f64 * share / 100.0) as u64
             }
             None => word.parse().map_err(|_| format!("{word:?} is no number of experts"))?,

@@ -93,3 +93,39 @@ fn invalid_arguments_are_reported() {
         assert!(!output.status.success() && error.contains(words), "{args:?}: {error}");
     }
 }
+
+#[test]
+fn policies_for_experts_are_compared_on_a_routing_trace() {
+    let path = std::env::temp_dir().join(format!("kvtier-routing-{}", std::process::id()));
+    let name = path.to_string_lossy().into_owned();
+    let mut trace = "kvtier-routing 1\nlayer 1 0 8 1048576\n".to_string();
+    for at in 0..200 {
+        trace += &format!("use 1 0 1 {},{} {}\n", at % 3, 3 + at % 5, at % 3);
+    }
+    std::fs::write(&path, trace).expect("written");
+    let args = ["experts", &name, "--policies", "lru,auto(of=any(lru,lfu))", "--sizes", "50%,8"];
+    let table = stdout_of(&args);
+    let shown = ["400 uses of 8 experts in 1 layers, 8.0 MiB", "auto(of=any(lru,lfu))", "belady"];
+    for text in shown.into_iter().chain(["lru, predicted, 4 experts: predictions cover"]) {
+        assert!(table.contains(text), "{text}:\n{table}");
+    }
+    let lines = stdout_of(&[&args[..], &["--json"]].concat());
+    let lines: Vec<serde_json::Value> =
+        lines.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert_eq!(lines.len(), 8);
+    for line in &lines {
+        let all = line["experts"] == 8 && line["policy"] != "lru, predicted";
+        // If all experts fit, each is read once.
+        assert!(!all || line["hits"] == 392, "{line}");
+    }
+    std::fs::write(&path, "kvtier-routing 1\n").expect("written");
+    for (args, said) in [
+        (["experts", &name, "--sizes", "4"], "decode some tokens first"),
+        (["experts", "/nonexistent", "--sizes", "4"], "/nonexistent"),
+    ] {
+        let output = lab(&args);
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && errors.contains(said), "{errors}");
+    }
+    std::fs::remove_file(&path).expect("removed");
+}
