@@ -1,33 +1,41 @@
 // Reads batches of the program, and builds those that replace them.
 #include "run/batch.hpp"
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 
 namespace kvtier_run {
 
-batch_t read_batch(const llama_batch &of) {
+batch_t read_batch(const llama_batch &of, size_t width, size_t positions) {
     batch_t out;
+    const size_t count = size_t(of.n_tokens > 0 ? of.n_tokens : 0);
     out.plain = of.token && !of.embd;
-    out.entries.resize(size_t(of.n_tokens > 0 ? of.n_tokens : 0));
-    for (size_t i = 0; i < out.entries.size(); i++) {
+    out.media = of.embd && !of.token && of.pos;
+    out.entries.resize(count);
+    for (size_t i = 0; i < count; i++) {
         entry_t &entry = out.entries[i];
         entry.token = of.token ? of.token[i] : LLAMA_TOKEN_NULL;
-        entry.pos = of.pos ? of.pos[i] : -1;
+        for (size_t j = 0; of.pos && j < (out.media ? positions : 1); j++) {
+            entry.pos[j] = of.pos[j * count + i];
+        }
         // Without this array the engine gives the logits of the last token.
-        entry.output = of.logits ? of.logits[i] != 0 : i + 1 == out.entries.size();
+        entry.output = of.logits ? of.logits[i] != 0 : i + 1 == count;
         if (of.n_seq_id && of.seq_id) {
             entry.sequences.assign(of.seq_id[i], of.seq_id[i] + of.n_seq_id[i]);
         } else {
             entry.sequences.assign(1, 0);
         }
     }
+    if (out.media) {
+        out.rows.assign(of.embd, of.embd + count * width);
+    }
     return out;
 }
 
 void batch_arrays::add(const entry_t &entry) {
     tokens.push_back(entry.token);
-    positions.push_back(entry.pos);
+    positions.push_back(entry.pos[0]);
     counts.push_back(int32_t(entry.sequences.size()));
     sequences.push_back(entry.sequences);
     outputs.push_back(entry.output);
@@ -52,23 +60,30 @@ llama_batch batch_arrays::view() {
 
 namespace {
 
+struct record_t {
+    batch_t batch;
+    size_t positions = 1;
+};
+
 std::mutex lock;
-std::unordered_map<const llama_batch_ext *, batch_t> records;
+std::unordered_map<const llama_batch_ext *, record_t> records;
+
+batch_t *batch_of(const llama_batch_ext *batch) {
+    const auto found = records.find(batch);
+    return found == records.end() ? nullptr : &found->second.batch;
+}
 
 /// The entry that a call of the program changed; null = an invalid index, or an unknown batch.
 entry_t *entry_of(const llama_batch_ext *batch, int32_t at) {
-    const auto found = records.find(batch);
-    if (found == records.end() || at < 0 || size_t(at) >= found->second.entries.size()) {
-        return nullptr;
-    }
-    return &found->second.entries[size_t(at)];
+    batch_t *of = batch_of(batch);
+    return !of || at < 0 || size_t(at) >= of->entries.size() ? nullptr : &of->entries[size_t(at)];
 }
 
 } // namespace
 
-void record_init(const llama_batch_ext *batch) {
+void record_init(const llama_batch_ext *batch, size_t positions) {
     const std::lock_guard<std::mutex> held(lock);
-    records[batch] = batch_t{};
+    records[batch] = {batch_t{}, positions};
 }
 
 void record_free(const llama_batch_ext *batch) {
@@ -76,20 +91,29 @@ void record_free(const llama_batch_ext *batch) {
     records.erase(batch);
 }
 
-void record_clear(const llama_batch_ext *batch) { record_init(batch); }
+void record_clear(const llama_batch_ext *batch) {
+    const std::lock_guard<std::mutex> held(lock);
+    if (batch_t *of = batch_of(batch)) {
+        *of = batch_t{};
+    }
+}
 
 void record_add(const llama_batch_ext *batch, int32_t at, llama_seq_id sequence, llama_token token,
-                bool embd) {
+                const llama_embd *embd) {
     const std::lock_guard<std::mutex> held(lock);
-    const auto found = records.find(batch);
-    if (found == records.end() || at < 0) {
+    batch_t *of = batch_of(batch);
+    if (!of || at < 0) {
         return;
     }
-    batch_t &of = found->second;
-    of.plain = of.plain && !embd && token != LLAMA_TOKEN_NULL && size_t(at) == of.entries.size();
-    of.entries.resize(size_t(at) + 1);
-    of.entries[size_t(at)].token = token;
-    of.entries[size_t(at)].sequences.assign(1, sequence);
+    const bool next = size_t(at) == of->entries.size();
+    of->plain = of->plain && next && !embd && token != LLAMA_TOKEN_NULL;
+    of->media = of->media && next && embd && embd->data;
+    of->entries.resize(size_t(at) + 1);
+    of->entries[size_t(at)].token = token;
+    of->entries[size_t(at)].sequences.assign(1, sequence);
+    if (of->media) {
+        of->rows.insert(of->rows.end(), embd->data, embd->data + embd->n_rows * embd->n_embd);
+    }
 }
 
 void record_sequence(const llama_batch_ext *batch, int32_t at, llama_seq_id sequence) {
@@ -99,10 +123,12 @@ void record_sequence(const llama_batch_ext *batch, int32_t at, llama_seq_id sequ
     }
 }
 
-void record_position(const llama_batch_ext *batch, int32_t at, llama_pos pos) {
+void record_position(const llama_batch_ext *batch, int32_t at, const llama_pos *pos) {
     const std::lock_guard<std::mutex> held(lock);
     if (entry_t *entry = entry_of(batch, at)) {
-        entry->pos = pos;
+        // A token has one position with M-RoPE, too.
+        const size_t count = entry->token == LLAMA_TOKEN_NULL ? records.at(batch).positions : 1;
+        std::copy_n(pos, count, entry->pos.begin());
     }
 }
 
@@ -115,17 +141,15 @@ void record_output(const llama_batch_ext *batch, int32_t at, bool value) {
 
 void record_special(const llama_batch_ext *batch) {
     const std::lock_guard<std::mutex> held(lock);
-    const auto found = records.find(batch);
-    if (found != records.end()) {
-        found->second.plain = false;
+    if (batch_t *of = batch_of(batch)) {
+        of->plain = of->media = false;
     }
 }
 
 const batch_t *recorded(const llama_batch_ext *batch) {
     const std::lock_guard<std::mutex> held(lock);
-    const auto found = records.find(batch);
     // References to elements stay valid, and a batch belongs to one thread at a time.
-    return found == records.end() ? nullptr : &found->second;
+    return batch_of(batch);
 }
 
 #endif

@@ -3,6 +3,7 @@
 
 #include "run/engine.hpp"
 
+#include <array>
 #include <vector>
 
 namespace kvtier_run {
@@ -10,9 +11,10 @@ namespace kvtier_run {
 using tokens_t = std::vector<llama_token>;
 
 struct entry_t {
+    /// LLAMA_TOKEN_NULL = an embedding.
     llama_token token = LLAMA_TOKEN_NULL;
-    /// -1 = not set: the engine continues the sequence.
-    llama_pos pos = -1;
+    /// -1 = not set: the engine continues the sequence. Only embeddings of M-RoPE models use the others.
+    std::array<llama_pos, 4> pos{-1, 0, 0, 0};
     /// Its logits or embeddings are wanted.
     bool output = false;
     std::vector<llama_seq_id> sequences;
@@ -23,11 +25,15 @@ struct batch_t {
     /// All entries are plain tokens. Others (embeddings, states, marks of a decision head) are never
     /// dropped or moved.
     bool plain = true;
+    /// All entries are plain embeddings, which are in `rows`.
+    bool media = true;
+    std::vector<float> rows;
 };
 
-batch_t read_batch(const llama_batch &of);
+/// `width`: numbers of an embedding. `positions`: 4 with M-RoPE, else 1.
+batch_t read_batch(const llama_batch &of, size_t width, size_t positions);
 
-/// Arrays of a batch of plain tokens.
+/// Arrays of a batch of plain tokens, or of embeddings.
 class batch_arrays {
 public:
     void add(const entry_t &entry);
@@ -45,13 +51,14 @@ private:
 
 #ifdef KVTIER_LLAMA_BATCH_EXT
 /// Copies of the extended batches of the program, which the engine does not let anybody read.
-void record_init(const llama_batch_ext *batch);
+void record_init(const llama_batch_ext *batch, size_t positions);
 void record_free(const llama_batch_ext *batch);
 void record_clear(const llama_batch_ext *batch);
-/// `at` is what the engine's function returned.
-void record_add(const llama_batch_ext *batch, int32_t at, llama_seq_id sequence, llama_token token, bool embd);
+/// `at` is what the engine's function returned. `embd`: null = a token.
+void record_add(const llama_batch_ext *batch, int32_t at, llama_seq_id sequence, llama_token token,
+                const llama_embd *embd);
 void record_sequence(const llama_batch_ext *batch, int32_t at, llama_seq_id sequence);
-void record_position(const llama_batch_ext *batch, int32_t at, llama_pos pos);
+void record_position(const llama_batch_ext *batch, int32_t at, const llama_pos *pos);
 void record_output(const llama_batch_ext *batch, int32_t at, bool value);
 void record_special(const llama_batch_ext *batch);
 /// Null = made by nobody that this library saw.

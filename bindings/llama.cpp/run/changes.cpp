@@ -30,6 +30,15 @@ void context_t::reset(llama_seq_id seq) {
     }
 }
 
+void context_t::settle(llama_seq_id seq) {
+    const inside_scope scope;
+    for (auto &one : known) {
+        if ((seq < 0 || seq == one.first) && decode_missing(one.first) != 0) {
+            changed(one.first);
+        }
+    }
+}
+
 void context_t::leaving(llama_seq_id seq) {
     kvt_llama_tier_t *tier = current();
     if (!tier) {
@@ -67,8 +76,8 @@ void context_t::changed(llama_seq_id seq) {
     }
     if (!told_unknown && current()) {
         told_unknown = true;
-        tell("a sequence has cells that its tokens do not describe (an image, a shifted context, a loaded "
-             "state): it is computed without kvtier until it is empty");
+        tell("a sequence has cells that its tokens do not describe (a shifted context, a loaded state, "
+             "mixed embeddings): it is computed without kvtier until it is empty");
     }
 }
 
@@ -80,17 +89,18 @@ void context_t::removed(llama_seq_id seq, llama_pos first, llama_pos end) {
         return;
     }
     sequence_t &has = known[seq];
-    const size_t from = first < 0 ? 0 : size_t(first);
-    const size_t last = std::max(has.engine, has.program);
-    const bool to_end = end < 0 || (!has.unknown && size_t(end) >= last);
-    if (from == 0 && to_end) {
+    const kvtier_llama::prompt_t text = has.prompt();
+    const bool to_end = end < 0 || (!has.unknown && end >= text.end_position(text.count));
+    const size_t length = text.length_before(std::max(first, 0));
+    if (first <= 0 && to_end) {
         reset(seq);
-    } else if (has.unknown || from >= last) {
+    } else if (has.unknown || length == text.count) {
         // The engine tells when an unknown sequence is empty.
-    } else if (to_end) {
-        has.program = std::min(has.program, from);
-        has.engine = std::min(has.engine, from);
-        has.tokens.resize(std::max(has.program, has.engine));
+    } else if (to_end && text.cut(length) == length) {
+        has.program = std::min(has.program, length);
+        has.engine = std::min(has.engine, length);
+        has.text.shorten(std::max(has.program, has.engine));
+        has.embeddings.erase(has.embeddings.lower_bound(has.program), has.embeddings.end());
     } else {
         changed(seq);
     }
@@ -102,7 +112,8 @@ void context_t::copied(llama_seq_id from, llama_seq_id to, llama_pos first, llam
     }
     const sequence_t source = known[from];
     const sequence_t &target = known[to];
-    const bool whole = first <= 0 && (end < 0 || size_t(end) >= std::max(source.engine, source.program));
+    const kvtier_llama::prompt_t text = source.prompt();
+    const bool whole = first <= 0 && (end < 0 || end >= text.end_position(text.count));
     if (source.unknown || target.unknown || target.engine != 0 || !whole) {
         changed(to);
         return;
@@ -135,7 +146,7 @@ void context_t::state_taken(llama_seq_id seq, const uint8_t *data, size_t bytes,
     if (has.unknown || has.engine != has.program || bytes == 0 || flags > LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
         return;
     }
-    states.push_front({sum_of(data, bytes), bytes, flags, has.tokens});
+    states.push_front({sum_of(data, bytes), bytes, flags, has.text});
     if (states.size() > max_states) {
         states.pop_back();
     }
@@ -149,19 +160,19 @@ void context_t::state_given(llama_seq_id seq, const uint8_t *data, size_t bytes,
     const sequence_t has = known[seq];
     // A partial state replaces windows and recurrent states. The other cells stay.
     const bool fits = found != states.end() &&
-                      (flags == 0 || (!has.unknown && has.tokens.size() >= found->tokens.size() &&
-                                      std::equal(found->tokens.begin(), found->tokens.end(), has.tokens.begin())));
+                      (flags == 0 || (!has.unknown && has.prompt().common(found->text.prompt()) ==
+                                                          found->text.tokens.size()));
     if (!fits) {
         changed(seq);
         return;
     }
-    const tokens_t tokens = found->tokens;
+    const kvtier_llama::text_t text = found->text;
     reset(seq);
-    known[seq].tokens = tokens;
-    known[seq].engine = known[seq].program = tokens.size();
+    known[seq].text = text;
+    known[seq].engine = known[seq].program = text.tokens.size();
     if (kvt_llama_tier_t *tier = current()) {
         kvtier_llama::guarded(nullptr, [&] {
-            kvtier_llama::adopt(*tier, seq, {tokens.data(), tokens.size(), nullptr});
+            kvtier_llama::adopt(*tier, seq, text.prompt());
             return KVT_OK;
         });
     }
@@ -171,7 +182,13 @@ llama_pos context_t::last_position(llama_seq_id seq, llama_pos real) const {
     const auto found = known.find(seq);
     const bool differs = found != known.end() && !found->second.unknown &&
                          found->second.engine != found->second.program;
-    return differs ? llama_pos(found->second.program) - 1 : real;
+    return differs ? found->second.prompt().end_position(found->second.program) - 1 : real;
+}
+
+llama_pos context_t::first_position(llama_seq_id seq, llama_pos real) const {
+    const auto found = known.find(seq);
+    const bool waits = found != known.end() && found->second.engine == 0 && found->second.program != 0;
+    return waits ? 0 : real;
 }
 
 void context_t::set_special(special_t which, bool on) { special = on ? special | which : special & ~which; }

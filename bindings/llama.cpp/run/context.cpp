@@ -22,7 +22,12 @@ constexpr uint32_t special_cells = special_attention | special_warmup;
 } // namespace
 
 context_t::context_t(llama_context *of, const llama_context_params &with, uint32_t count)
-    : sequences(count), ctx(of), memory(engine().llama_get_memory(of)), params(with) {}
+    : sequences(count), ctx(of), memory(engine().llama_get_memory(of)), params(with) {
+    const llama_model *model = llama_get_model(of);
+    const llama_rope_type rope = llama_model_rope_type(model);
+    width = size_t(llama_model_n_embd_inp(model));
+    positions = rope == LLAMA_ROPE_TYPE_MROPE || rope == LLAMA_ROPE_TYPE_IMROPE ? 4 : 1;
+}
 
 context_t::~context_t() {
     close_tiers();
@@ -35,8 +40,9 @@ context_t::runs_t context_t::runs_of(const batch_t &batch) const {
         for (const llama_seq_id seq : entry.sequences) {
             run_t &run = runs[seq];
             const auto found = known.find(seq);
-            const size_t before = found == known.end() ? 0 : found->second.program;
-            const bool next = entry.pos < 0 || size_t(entry.pos) == before + run.tokens.size();
+            const sequence_t none, &has = found == known.end() ? none : found->second;
+            const llama_pos wanted = has.prompt().position(has.program) + llama_pos(run.tokens.size());
+            const bool next = entry.pos[0] < 0 || entry.pos[0] == wanted;
             run.follows = run.follows && next;
             run.alone = run.alone && entry.sequences.size() == 1;
             if (!entry.output && run.first_output == run.tokens.size()) {
@@ -52,10 +58,10 @@ context_t::runs_t context_t::runs_of(const batch_t &batch) const {
 void context_t::check(const runs_t &runs) {
     for (const auto &one : runs) {
         sequence_t &has = known[one.first];
-        const size_t real = size_t(engine().llama_memory_seq_pos_max(memory, one.first) + 1);
+        const llama_pos real = engine().llama_memory_seq_pos_max(memory, one.first) + 1;
         if (real == 0 && (has.unknown || has.engine != 0)) {
             reset(one.first);
-        } else if (!has.unknown && real != has.engine) {
+        } else if (!has.unknown && real != has.prompt().end_position(has.engine)) {
             changed(one.first);
         }
     }
@@ -67,42 +73,38 @@ void context_t::rewind(llama_seq_id seq, size_t tokens) {
     if (has.engine <= tokens) {
         return;
     }
-    if (engine().llama_memory_seq_rm(memory, seq, llama_pos(tokens), -1)) {
+    if (engine().llama_memory_seq_rm(memory, seq, has.prompt().position(tokens), -1)) {
         has.engine = tokens;
     } else {
         // Recurrent states cannot be shortened.
         engine().llama_memory_seq_rm(memory, seq, -1, -1);
         has.engine = 0;
     }
-    has.tokens.resize(std::max(has.engine, has.program));
+    has.text.shorten(std::max(has.engine, has.program));
 }
 
 /// Restores what the store has of the sequence's tokens and those of the batch, up to `limit`.
 void context_t::attach(llama_seq_id seq, const run_t &run, size_t limit) {
     sequence_t &has = known[seq];
     kvt_llama_tier_t *tier = current();
-    if (!tier || limit < has.engine + min_restored) {
+    if (!tier || limit < has.engine + min_restored || !can_lose_engine(has)) {
         return;
     }
     if (tier->sequences[seq].tokens.size() != has.engine) {
         commit(seq, false);
     }
     // An attach leaves the last token of its prompt to decode.
-    tokens_t prompt(has.tokens.begin(), has.tokens.begin() + long(has.program));
-    prompt.insert(prompt.end(), run.tokens.begin(), run.tokens.end());
-    prompt.resize(limit);
-    prompt.push_back(prompt.back());
+    kvtier_llama::text_t text;
+    text.assign(has.prompt().prefix(has.program));
+    text.tokens.insert(text.tokens.end(), run.tokens.begin(), run.tokens.end());
+    text.tokens.resize(limit);
+    text.tokens.push_back(0);
     kvt_llama_attached_t out{};
     const size_t before = has.engine;
-    if (kvt_llama_attach(tier, seq, prompt.data(), prompt.size(), &out, nullptr) != KVT_OK) {
-        return;
-    }
+    kvtier_llama::attach_prompt(*tier, seq, text.prompt(), &out, nullptr);
     has.engine = out.reused_tokens;
-    if (has.engine > has.program) {
-        has.tokens.assign(prompt.begin(), prompt.begin() + long(has.engine));
-    } else {
-        has.tokens.resize(has.program);
-    }
+    text.shorten(std::max(has.engine, has.program));
+    has.text = text;
     reused_tokens += has.engine > before ? has.engine - before : 0;
 }
 
@@ -114,7 +116,7 @@ void context_t::prepare(llama_seq_id seq, const run_t &run, bool restore) {
     }
     const size_t limit = has.program + (restore && run.simple() ? run.first_output : 0);
     size_t same = has.program;
-    while (same < has.engine && same < limit && has.tokens[same] == run.tokens[same - has.program]) {
+    while (same < has.engine && same < limit && has.text.tokens[same] == run.tokens[same - has.program]) {
         same++;
     }
     rewind(seq, same);
@@ -130,7 +132,7 @@ std::vector<size_t> context_t::cuts(llama_seq_id seq, const run_t &run) const {
     const kvt_llama_tier_t *tier = current();
     const sequence_t &has = known.at(seq);
     const size_t limit = has.program + run.first_output;
-    if (!tier || !run.simple() || has.unknown || limit < has.engine + min_cut) {
+    if (!tier || special != 0 || !run.simple() || has.unknown || limit < has.engine + min_cut) {
         return out;
     }
     const size_t end = has.program + run.tokens.size();
@@ -157,21 +159,21 @@ std::vector<size_t> context_t::cuts(llama_seq_id seq, const run_t &run) const {
     return out;
 }
 
-/// Decodes tokens of one sequence up to `end`, without outputs, and saves them.
+/// Decodes text of one sequence up to `end`, without outputs, and saves it.
 int32_t context_t::decode_part(llama_seq_id seq, const run_t &run, size_t end) {
     sequence_t &has = known[seq];
     while (has.engine < end) {
         const size_t next = std::min<size_t>(end, has.engine + llama_n_batch(ctx));
         batch_arrays part;
         for (size_t at = has.engine; at < next; at++) {
-            const llama_token token = at < has.program ? has.tokens[at] : run.tokens[at - has.program];
-            part.add({token, llama_pos(at), false, {seq}});
+            const llama_token token = at < has.program ? has.text.tokens[at] : run.tokens[at - has.program];
+            part.add({token, {has.prompt().position(at), 0, 0, 0}, false, {seq}});
         }
         if (const int32_t status = engine().llama_decode(ctx, part.view())) {
             return status;
         }
-        for (size_t at = std::max(has.tokens.size(), has.program); at < next; at++) {
-            has.tokens.push_back(run.tokens[at - has.program]);
+        for (size_t at = has.text.tokens.size(); at < next; at++) {
+            has.text.tokens.push_back(run.tokens[at - has.program]);
         }
         has.engine = next;
         commit(seq, true);
@@ -194,7 +196,7 @@ int32_t context_t::decode_rest(const batch_t &batch, const runs_t &runs) {
             if (at < has.engine) {
                 continue;
             }
-            entry.pos = llama_pos(at);
+            entry.pos[0] = has.prompt().position(at);
         }
         indices[i] = int32_t(rest.size());
         rest.add(entry);
@@ -202,11 +204,21 @@ int32_t context_t::decode_rest(const batch_t &batch, const runs_t &runs) {
     return rest.size() == 0 ? 0 : engine().llama_decode(ctx, rest.view());
 }
 
-/// Decodes what the program believes to be there and the engine no longer has.
-int32_t context_t::decode_missing(const runs_t &runs) {
-    for (const auto &one : runs) {
-        const sequence_t &has = known[one.first];
-        const int32_t status = has.unknown ? 0 : decode_part(one.first, one.second, has.program);
+/// Decodes what the program believes to be there and the engine does not hold.
+int32_t context_t::decode_missing(llama_seq_id seq) {
+    sequence_t &has = known[seq];
+    while (!has.unknown && has.engine < has.program) {
+        size_t end = has.program;
+        int32_t status = 0;
+        const std::vector<kvtier_llama::media_t> media = has.text.media;
+        const auto next = std::find_if(media.begin(), media.end(),
+                                       [&](const auto &one) { return one.end() > has.engine; });
+        if (next != media.end() && next->first == has.engine) {
+            status = decode_embeddings(seq, *next);
+        } else {
+            end = next != media.end() ? std::min(end, next->first) : end;
+            status = decode_part(seq, run_t{}, end);
+        }
         if (status != 0) {
             return status;
         }
@@ -246,9 +258,9 @@ void context_t::decoded(const batch_t &batch, const runs_t &runs) {
         if (has.unknown) {
             continue;
         }
-        has.tokens.resize(has.program);
-        has.tokens.insert(has.tokens.end(), one.second.tokens.begin(), one.second.tokens.end());
-        has.program = has.engine = has.tokens.size();
+        has.text.shorten(has.program);
+        has.text.tokens.insert(has.text.tokens.end(), one.second.tokens.begin(), one.second.tokens.end());
+        has.program = has.engine = has.text.tokens.size();
         decoded_tokens += one.second.tokens.size();
         commit(one.first, one.second.tokens.size() > 1);
     }
@@ -265,19 +277,23 @@ int32_t context_t::decode(const batch_t *batch, const decode_t &as_it_is) {
     // The check may have found sequences empty.
     const runs_t runs = runs_of(*batch);
     open_tier();
+    if (batch->media) {
+        return decode_media(*batch, runs, as_it_is);
+    }
     bool in_place = batch->plain;
     for (const auto &one : runs) {
         in_place = in_place && (one.second.follows || known[one.first].unknown);
     }
     for (const auto &one : runs) {
         prepare(one.first, one.second, in_place);
+        if (const int32_t status = decode_missing(one.first)) {
+            return status;
+        }
     }
-    int32_t status = decode_missing(runs);
-    if (status == 0) {
-        status = in_place && !as_given(runs) ? decode_in_parts(*batch, runs) : as_it_is();
-    }
+    const int32_t status = in_place && !as_given(runs) ? decode_in_parts(*batch, runs) : as_it_is();
     if (status == 0) {
         decoded(*batch, runs);
+        drop_embeddings();
     }
     return status;
 }
@@ -293,7 +309,7 @@ void context_t::commit(llama_seq_id seq, bool state) {
         return;
     }
     kvtier_llama::guarded(nullptr, [&] {
-        kvtier_llama::commit(*tier, seq, {has.tokens.data(), has.engine, nullptr}, state);
+        kvtier_llama::commit(*tier, seq, has.prompt().prefix(has.engine), state);
         return KVT_OK;
     });
 }

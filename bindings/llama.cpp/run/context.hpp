@@ -3,6 +3,8 @@
 
 #include "run/batch.hpp"
 
+#include "tier/prompt.hpp"
+
 #include <kvtier/llama.h>
 
 #include <functional>
@@ -13,22 +15,35 @@
 
 namespace kvtier_run {
 
+/// Embeddings of media, as the engine decodes them.
+struct embeddings_t {
+    std::vector<float> rows;
+    /// The first position of all tokens, then with M-RoPE the second of all, and so on.
+    std::vector<llama_pos> positions;
+    bool causal = true;
+};
+
 /// What is known of one sequence. The engine may hold more than the program decoded: a decode failed after
-/// a part was restored. Or less: what was held did not fit what came next, and had to be removed.
+/// a part was restored. Or less: media wait for the text after them, with which they are restored or decoded;
+/// or what was held did not fit what came next, and had to be removed.
 struct sequence_t {
     /// From position 0 on: what the program decoded or what the engine holds, whichever is longer. The
     /// shorter one is a prefix of it.
-    tokens_t tokens;
+    kvtier_llama::text_t text;
     size_t engine = 0, program = 0;
-    /// The tokens do not describe the cells. Ends when the sequence is empty.
+    /// The text does not describe the cells. Ends when the sequence is empty.
     bool unknown = false;
+    /// By the index of their first token. Those that the engine holds may be missing.
+    std::map<size_t, embeddings_t> embeddings;
+
+    kvtier_llama::prompt_t prompt() const { return text.prompt(); }
 };
 
 /// A state that the program copied out of a sequence. It is recognised when it comes back.
 struct copied_state {
     uint64_t sum = 0, bytes = 0;
     llama_state_seq_flags flags = 0;
-    tokens_t tokens;
+    kvtier_llama::text_t text;
 };
 
 /// What a program may have set on a context that this library treats with care.
@@ -73,6 +88,13 @@ public:
     /// The index in the engine's last batch of an index in the program's.
     int32_t index(int32_t at) const;
 
+    /// Numbers of an embedding, and positions of one.
+    size_t embedding_width() const { return width; }
+    size_t embedding_positions() const { return positions; }
+
+    /// Makes the engine hold what the program decoded into a sequence, or into all (-1), before the program
+    /// copies or changes its cells.
+    void settle(llama_seq_id seq);
     /// Saves what is not saved yet of a sequence, or of all (-1), before the program removes it.
     void leaving(llama_seq_id seq);
     // What the program did to the cells, after it was done.
@@ -85,9 +107,12 @@ public:
     void state_taken(llama_seq_id seq, const uint8_t *data, size_t bytes, llama_state_seq_flags flags);
     void state_given(llama_seq_id seq, const uint8_t *data, size_t bytes, llama_state_seq_flags flags);
 
-    /// The last position as the program knows it; `real` is the engine's.
+    /// The last and the first position as the program knows them; `real` is the engine's.
     llama_pos last_position(llama_seq_id seq, llama_pos real) const;
 
+    llama_pos first_position(llama_seq_id seq, llama_pos real) const;
+
+    bool changes_loras(bool known, const std::string &text) const;
     void set_loras(bool known, const std::string &text);
     void set_vector(const std::string &text);
     void set_special(special_t which, bool on);
@@ -105,9 +130,14 @@ private:
     void attach(llama_seq_id seq, const run_t &run, size_t limit);
     void rewind(llama_seq_id seq, size_t tokens);
     std::vector<size_t> cuts(llama_seq_id seq, const run_t &run) const;
+    int32_t decode_media(const batch_t &batch, const runs_t &runs, const decode_t &as_it_is);
+    bool add_media(llama_seq_id seq, const batch_t &batch);
+    int32_t decode_embeddings(llama_seq_id seq, const kvtier_llama::media_t &media);
+    bool can_lose_engine(const sequence_t &has) const;
+    void drop_embeddings();
     int32_t decode_part(llama_seq_id seq, const run_t &run, size_t end);
     int32_t decode_rest(const batch_t &batch, const runs_t &runs);
-    int32_t decode_missing(const runs_t &runs);
+    int32_t decode_missing(llama_seq_id seq);
     int32_t decode_in_parts(const batch_t &batch, const runs_t &runs);
     void decoded(const batch_t &batch, const runs_t &runs);
     void commit(llama_seq_id seq, bool state);
@@ -123,6 +153,7 @@ private:
     llama_context *const ctx;
     const llama_memory_t memory;
     const llama_context_params params;
+    size_t width = 0, positions = 1;
     std::map<llama_seq_id, sequence_t> known;
     std::vector<int32_t> indices;
     bool indices_changed = false;

@@ -36,6 +36,13 @@ namespace kvtier_run {
     X(llama_memory_seq_add)                                                                                   \
     X(llama_memory_seq_div)                                                                                   \
     X(llama_memory_seq_pos_max)                                                                               \
+    X(llama_memory_seq_pos_min)                                                                               \
+    X(llama_state_get_size)                                                                                   \
+    X(llama_state_get_data)                                                                                   \
+    X(llama_state_save_file)                                                                                  \
+    X(llama_state_seq_save_file)                                                                              \
+    X(llama_state_seq_get_size)                                                                               \
+    X(llama_state_seq_get_size_ext)                                                                           \
     X(llama_state_set_data)                                                                                   \
     X(llama_state_load_file)                                                                                  \
     X(llama_state_seq_get_data)                                                                               \

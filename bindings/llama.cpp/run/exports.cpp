@@ -45,6 +45,15 @@ llama_context_params with_scratch(llama_context_params params) {
     return params;
 }
 
+/// The context, whose engine then holds all that the program decoded into a sequence; null = not watched.
+context_t *settled(llama_context *ctx, llama_seq_id seq) {
+    context_t *of = watched(ctx);
+    if (of) {
+        of->settle(seq);
+    }
+    return of;
+}
+
 /// Calls one of the engine's functions that take an index of the last batch.
 template <typename F> auto with_index(F *real, llama_context *ctx, int32_t at) {
     context_t *of = watched(ctx);
@@ -87,10 +96,14 @@ KVTIER_RUN_EXPORT llama_adapter_lora *llama_adapter_lora_init(llama_model *model
 
 KVTIER_RUN_EXPORT int32_t llama_set_adapters_lora(llama_context *ctx, llama_adapter_lora **adapters,
                                                   size_t n_adapters, float *scales) {
+    context_t *of = watched(ctx);
+    std::string text;
+    const bool known = of && describe_loras(adapters, n_adapters, scales, &text);
+    if (of && of->changes_loras(known, text)) {
+        of->settle(-1);
+    }
     const int32_t status = engine().llama_set_adapters_lora(ctx, adapters, n_adapters, scales);
-    if (context_t *of = watched(ctx)) {
-        std::string text;
-        const bool known = describe_loras(adapters, n_adapters, scales, &text);
+    if (of) {
         of->set_loras(known && status == 0, text);
     }
     return status;
@@ -98,8 +111,11 @@ KVTIER_RUN_EXPORT int32_t llama_set_adapters_lora(llama_context *ctx, llama_adap
 
 KVTIER_RUN_EXPORT int32_t llama_set_adapter_cvec(llama_context *ctx, const float *data, size_t len,
                                                  int32_t n_embd, int32_t il_start, int32_t il_end) {
-    const int32_t status = engine().llama_set_adapter_cvec(ctx, data, len, n_embd, il_start, il_end);
     context_t *of = watched(ctx);
+    if (of) {
+        of->settle(-1);
+    }
+    const int32_t status = engine().llama_set_adapter_cvec(ctx, data, len, n_embd, il_start, il_end);
     if (of && status == 0) {
         of->set_vector(describe_vector(data, len, n_embd, il_start, il_end));
     }
@@ -182,7 +198,7 @@ KVTIER_RUN_EXPORT int32_t llama_decode(llama_context *ctx, llama_batch batch) {
     if (!of) {
         return engine().llama_decode(ctx, batch);
     }
-    const batch_t read = read_batch(batch);
+    const batch_t read = read_batch(batch, of->embedding_width(), of->embedding_positions());
     return of->decode(&read, [&] { return engine().llama_decode(ctx, batch); });
 }
 
@@ -262,8 +278,12 @@ KVTIER_RUN_EXPORT bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_
 
 KVTIER_RUN_EXPORT void llama_memory_seq_cp(llama_memory_t mem, llama_seq_id seq_id_src,
                                            llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    context_t *of = watched(mem);
+    if (of) {
+        of->settle(seq_id_src);
+    }
     engine().llama_memory_seq_cp(mem, seq_id_src, seq_id_dst, p0, p1);
-    if (context_t *of = watched(mem)) {
+    if (of) {
         of->copied(seq_id_src, seq_id_dst, p0, p1);
     }
 }
@@ -277,16 +297,24 @@ KVTIER_RUN_EXPORT void llama_memory_seq_keep(llama_memory_t mem, llama_seq_id se
 
 KVTIER_RUN_EXPORT void llama_memory_seq_add(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0,
                                             llama_pos p1, llama_pos delta) {
+    context_t *of = watched(mem);
+    if (of) {
+        of->settle(seq_id);
+    }
     engine().llama_memory_seq_add(mem, seq_id, p0, p1, delta);
-    if (context_t *of = watched(mem)) {
+    if (of) {
         of->changed(seq_id);
     }
 }
 
 KVTIER_RUN_EXPORT void llama_memory_seq_div(llama_memory_t mem, llama_seq_id seq_id, llama_pos p0,
                                             llama_pos p1, int d) {
+    context_t *of = watched(mem);
+    if (of) {
+        of->settle(seq_id);
+    }
     engine().llama_memory_seq_div(mem, seq_id, p0, p1, d);
-    if (context_t *of = watched(mem)) {
+    if (of) {
         of->changed(seq_id);
     }
 }
@@ -297,7 +325,47 @@ KVTIER_RUN_EXPORT llama_pos llama_memory_seq_pos_max(llama_memory_t mem, llama_s
     return of ? of->last_position(seq_id, real) : real;
 }
 
+KVTIER_RUN_EXPORT llama_pos llama_memory_seq_pos_min(llama_memory_t mem, llama_seq_id seq_id) {
+    const llama_pos real = engine().llama_memory_seq_pos_min(mem, seq_id);
+    const context_t *of = watched(mem);
+    return of ? of->first_position(seq_id, real) : real;
+}
+
 // States.
+
+KVTIER_RUN_EXPORT size_t llama_state_get_size(llama_context *ctx) {
+    settled(ctx, -1);
+    return engine().llama_state_get_size(ctx);
+}
+
+KVTIER_RUN_EXPORT size_t llama_state_get_data(llama_context *ctx, uint8_t *dst, size_t size) {
+    settled(ctx, -1);
+    return engine().llama_state_get_data(ctx, dst, size);
+}
+
+KVTIER_RUN_EXPORT bool llama_state_save_file(llama_context *ctx, const char *path_session,
+                                             const llama_token *tokens, size_t n_token_count) {
+    settled(ctx, -1);
+    return engine().llama_state_save_file(ctx, path_session, tokens, n_token_count);
+}
+
+KVTIER_RUN_EXPORT size_t llama_state_seq_save_file(llama_context *ctx, const char *filepath,
+                                                   llama_seq_id seq_id, const llama_token *tokens,
+                                                   size_t n_token_count) {
+    settled(ctx, seq_id);
+    return engine().llama_state_seq_save_file(ctx, filepath, seq_id, tokens, n_token_count);
+}
+
+KVTIER_RUN_EXPORT size_t llama_state_seq_get_size(llama_context *ctx, llama_seq_id seq_id) {
+    settled(ctx, seq_id);
+    return engine().llama_state_seq_get_size(ctx, seq_id);
+}
+
+KVTIER_RUN_EXPORT size_t llama_state_seq_get_size_ext(llama_context *ctx, llama_seq_id seq_id,
+                                                      llama_state_seq_flags flags) {
+    settled(ctx, seq_id);
+    return engine().llama_state_seq_get_size_ext(ctx, seq_id, flags);
+}
 
 KVTIER_RUN_EXPORT size_t llama_state_set_data(llama_context *ctx, const uint8_t *src, size_t size) {
     const size_t done = engine().llama_state_set_data(ctx, src, size);
@@ -333,8 +401,9 @@ KVTIER_RUN_EXPORT size_t llama_state_seq_load_file(llama_context *ctx, const cha
 
 KVTIER_RUN_EXPORT size_t llama_state_seq_get_data_ext(llama_context *ctx, uint8_t *dst, size_t size,
                                                       llama_seq_id seq_id, llama_state_seq_flags flags) {
+    context_t *of = settled(ctx, seq_id);
     const size_t bytes = engine().llama_state_seq_get_data_ext(ctx, dst, size, seq_id, flags);
-    if (context_t *of = watched(ctx)) {
+    if (of) {
         of->state_taken(seq_id, dst, bytes, flags);
     }
     return bytes;
@@ -342,8 +411,9 @@ KVTIER_RUN_EXPORT size_t llama_state_seq_get_data_ext(llama_context *ctx, uint8_
 
 KVTIER_RUN_EXPORT size_t llama_state_seq_get_data(llama_context *ctx, uint8_t *dst, size_t size,
                                                   llama_seq_id seq_id) {
+    context_t *of = settled(ctx, seq_id);
     const size_t bytes = engine().llama_state_seq_get_data(ctx, dst, size, seq_id);
-    if (context_t *of = watched(ctx)) {
+    if (of) {
         of->state_taken(seq_id, dst, bytes, 0);
     }
     return bytes;
@@ -379,7 +449,8 @@ KVTIER_RUN_EXPORT size_t llama_state_seq_set_data(llama_context *ctx, const uint
 KVTIER_RUN_EXPORT llama_batch_ext *llama_batch_ext_init(llama_context *ctx) {
     llama_batch_ext *made = engine().llama_batch_ext_init(ctx);
     if (made && active()) {
-        record_init(made);
+        const context_t *of = watched(ctx);
+        record_init(made, of ? of->embedding_positions() : 1);
     }
     return made;
 }
@@ -396,21 +467,21 @@ KVTIER_RUN_EXPORT void llama_batch_ext_clear(llama_batch_ext *batch) {
 
 KVTIER_RUN_EXPORT int32_t llama_batch_ext_add(llama_batch_ext *batch, llama_seq_id seq_id) {
     const int32_t at = engine().llama_batch_ext_add(batch, seq_id);
-    record_add(batch, at, seq_id, LLAMA_TOKEN_NULL, false);
+    record_add(batch, at, seq_id, LLAMA_TOKEN_NULL, nullptr);
     return at;
 }
 
 KVTIER_RUN_EXPORT int32_t llama_batch_ext_add_token(llama_batch_ext *batch, llama_seq_id seq_id,
                                                     llama_token id) {
     const int32_t at = engine().llama_batch_ext_add_token(batch, seq_id, id);
-    record_add(batch, at, seq_id, id, false);
+    record_add(batch, at, seq_id, id, nullptr);
     return at;
 }
 
 KVTIER_RUN_EXPORT int32_t llama_batch_ext_add_embd(llama_batch_ext *batch, llama_seq_id seq_id,
                                                    llama_embd embd) {
     const int32_t at = engine().llama_batch_ext_add_embd(batch, seq_id, embd);
-    record_add(batch, at, seq_id, LLAMA_TOKEN_NULL, true);
+    record_add(batch, at, seq_id, LLAMA_TOKEN_NULL, &embd);
     return at;
 }
 
@@ -445,7 +516,7 @@ KVTIER_RUN_EXPORT bool llama_batch_ext_set_output_logits(llama_batch_ext *batch,
 KVTIER_RUN_EXPORT bool llama_batch_ext_set_pos(llama_batch_ext *batch, int32_t idx, const llama_pos *pos) {
     const bool done = engine().llama_batch_ext_set_pos(batch, idx, pos);
     if (done) {
-        record_position(batch, idx, pos[0]);
+        record_position(batch, idx, pos);
     }
     return done;
 }

@@ -22,7 +22,7 @@ std::string name_of(const std::string &path) {
 } // namespace
 
 kvt_llama_tier_t *context_t::current() const {
-    if (!loras_known || (special & (special_attention | special_warmup)) != 0) {
+    if (!loras_known || (special & special_warmup) != 0) {
         return nullptr;
     }
     const auto found = tiers.find(key());
@@ -32,7 +32,7 @@ kvt_llama_tier_t *context_t::current() const {
 /// Opens the tier of the current adapters with the first batch. Servers warm up with one, so their first
 /// request does not wait for it.
 void context_t::open_tier() {
-    if (special != 0 || !loras_known || tiers.count(key()) != 0) {
+    if ((special & ~uint32_t(special_attention)) != 0 || !loras_known || tiers.count(key()) != 0) {
         return;
     }
     kvt_llama_tier_t *&tier = tiers[key()];
@@ -63,8 +63,12 @@ void context_t::open_tier() {
     was_open = was_open || tier;
 }
 
+bool context_t::changes_loras(bool is_known, const std::string &text) const {
+    return is_known != loras_known || text != loras;
+}
+
 void context_t::set_loras(bool is_known, const std::string &text) {
-    if (is_known == loras_known && text == loras) {
+    if (!changes_loras(is_known, text)) {
         return;
     }
     loras_known = is_known;

@@ -430,6 +430,27 @@ void adopt(tier_t &tier, llama_seq_id seq, const prompt_t &of) {
     check_saved(tier, has);
 }
 
+void attach_prompt(tier_t &tier, llama_seq_id seq, const prompt_t &prompt, kvt_llama_attached_t *out,
+                   kvt_llama_why_t *why) {
+    const uint64_t start = now_ns();
+    request of{seq, prompt.prefix(prompt.cut(prompt.count - 1)), 0, out};
+    const kvt_status_t status = guarded(why, [&] {
+        attach(tier, of);
+        return KVT_OK;
+    });
+    if (status != KVT_OK) {
+        // The store or memory failed half way: the request is decoded from its start.
+        discard_sequence(tier, of);
+        *out = kvt_llama_attached_t{};
+        refuse(tier, of, status);
+    } else {
+        set_why(why, restore_error_text(out->refused));
+    }
+    out->ns = now_ns() - start;
+    tier.stats.attaches++;
+    tier.stats.attach_ns += out->ns;
+}
+
 } // namespace kvtier_llama
 
 using namespace kvtier_llama;
@@ -444,25 +465,9 @@ extern "C" kvt_status_t kvt_llama_attach_prompt(kvt_llama_tier_t *tier, llama_se
         if (!tier || !prompt || !prompt->tokens || prompt->n_tokens == 0) {
             fail(KVT_E_INVALID, "tier, prompt or tokens is null, or n_tokens is 0: a prompt is required");
         }
-        const uint64_t start = now_ns();
         check_sequence(*tier, seq);
         const given_t given(*tier, *prompt);
-        request of{seq, given.prompt.prefix(given.prompt.cut(given.prompt.count - 1)), 0, report};
-        const kvt_status_t status = guarded(why, [&] {
-            attach(*tier, of);
-            return KVT_OK;
-        });
-        if (status != KVT_OK) {
-            // The store or memory failed half way: the request is decoded from its start.
-            discard_sequence(*tier, of);
-            *report = kvt_llama_attached_t{};
-            refuse(*tier, of, status);
-        } else {
-            set_why(why, restore_error_text(report->refused));
-        }
-        report->ns = now_ns() - start;
-        tier->stats.attaches++;
-        tier->stats.attach_ns += report->ns;
+        attach_prompt(*tier, seq, given.prompt, report, why);
         return KVT_OK;
     });
 }

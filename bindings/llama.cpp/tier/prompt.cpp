@@ -52,6 +52,8 @@ void check_layout(size_t number, const media_t &one) {
     }
 }
 
+} // namespace
+
 media_t read_media(const tier_t &tier, const kvt_llama_prompt_t &of, size_t number, size_t from,
                    int32_t position) {
     const kvt_llama_media_t &given = of.media[number];
@@ -90,8 +92,6 @@ media_t read_media(const tier_t &tier, const kvt_llama_prompt_t &of, size_t numb
     mix_shape(one);
     return one;
 }
-
-} // namespace
 
 cell_t media_t::cell(uint32_t at) const {
     if (!layout.empty()) {

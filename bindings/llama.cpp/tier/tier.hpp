@@ -122,6 +122,11 @@ bool reap_stuck(tier_t &tier);
 /// Waits for all saves in flight.
 bool drain(tier_t &tier, uint64_t deadline_ns);
 
+/// Checks media of a caller's prompt. `from` is the index after the media before it, or 0, and `position` the
+/// position there.
+media_t read_media(const tier_t &tier, const kvt_llama_prompt_t &of, size_t number, size_t from,
+                   int32_t position);
+
 /// A caller's prompt, checked. Copies the tokens only if there are media, which have null tokens.
 struct given_t {
     given_t(const tier_t &tier, const kvt_llama_prompt_t &of);
@@ -207,6 +212,9 @@ bool splice(tier_t &tier, llama_seq_id seq, bool empty, const uint8_t *blob, uin
 // load.cpp
 /// Records that a sequence holds this, which the caller put there.
 void adopt(tier_t &tier, llama_seq_id seq, const prompt_t &of);
+/// kvt_llama_attach_prompt for a prompt that was checked.
+void attach_prompt(tier_t &tier, llama_seq_id seq, const prompt_t &prompt, kvt_llama_attached_t *out,
+                   kvt_llama_why_t *why);
 
 // direct.cpp: the only file of the tier that uses private headers of the engine.
 /// Assigns cells of the context to the scratch sequence, and finds their rows. On success offsets in

@@ -131,6 +131,75 @@ public:
         print(name, int32_t(all.size() - 1 - start));
     }
 
+    /// Decodes 60 embeddings from a position on, with M-RoPE as 10 x 6; returns the next position.
+    llama_pos decode_image(uint32_t seed, llama_pos at) {
+        const size_t count = 60, width = size_t(llama_model_n_embd_inp(model));
+        const llama_rope_type rope = llama_model_rope_type(model);
+        const bool grid = rope == LLAMA_ROPE_TYPE_MROPE || rope == LLAMA_ROPE_TYPE_IMROPE;
+        const tokens_t noise = text(seed, count * width);
+        std::vector<float> rows;
+        for (const llama_token one : noise) {
+            rows.push_back(float(one) / float(vocabulary) - 0.5f);
+        }
+        std::vector<llama_pos> positions(4 * count, 0);
+        for (size_t i = 0; i < count; i++) {
+            positions[i] = grid ? at : at + llama_pos(i);
+            positions[count + i] = at + llama_pos(i / 10);
+            positions[2 * count + i] = at + llama_pos(i % 10);
+        }
+#ifdef KVTIER_LLAMA_BATCH_EXT
+        if (!options.old) {
+            if (!extended) {
+                extended = llama_batch_ext_init(ctx);
+            }
+            llama_batch_ext_clear(extended);
+            for (size_t i = 0; i < count; i++) {
+                const llama_pos pos[4] = {positions[i], positions[count + i], positions[2 * count + i], 0};
+                llama_batch_ext_set_pos(extended,
+                                        llama_batch_ext_add_embd(extended, 0, {rows.data() + i * width, 1, width}),
+                                        pos);
+            }
+            if (llama_process(ctx, LLAMA_PROCESS_TYPE_DECODE, extended) != 0) {
+                stop("an image is not decoded");
+            }
+            return at + (grid ? 10 : llama_pos(count));
+        }
+#endif
+        std::vector<int32_t> counts(count, 1);
+        llama_seq_id seq = 0;
+        std::vector<llama_seq_id *> of(count, &seq);
+        std::vector<int8_t> outputs(count, 0);
+        llama_batch batch{};
+        batch.n_tokens = int32_t(count);
+        batch.embd = rows.data();
+        batch.pos = positions.data();
+        batch.n_seq_id = counts.data();
+        batch.seq_id = of.data();
+        batch.logits = outputs.data();
+        if (llama_decode(ctx, batch) != 0) {
+            stop("an image is not decoded");
+        }
+        return at + (grid ? 10 : llama_pos(count));
+    }
+
+    /// Decodes text of sequence 0 whose first token has an index and a position; prints the last logits.
+    void text_after(const std::string &name, const tokens_t &all, size_t index, llama_pos at) {
+        const size_t step = size_t(options.batch);
+        std::vector<item_t> items;
+        for (size_t i = 0; i < all.size(); i++) {
+            items.push_back({all[i], at + llama_pos(i), 0, i + 1 == all.size()});
+            if ((index + i + 1) % step == 0 || i + 1 == all.size()) {
+                if (decode(items) != 0) {
+                    stop("text is not decoded");
+                }
+                if (i + 1 == all.size()) {
+                    print(name, int32_t(items.size()) - 1);
+                }
+                items.clear();
+            }
+        }
+    }
+
     void print(const std::string &name, int32_t index) {
         const float *logits = llama_get_logits_ith(ctx, index);
         if (!logits || logits != llama_get_logits_ith(ctx, index)) {
@@ -277,6 +346,16 @@ void full(program_t &of) {
     of.prompt("again", 1, all, done);
 }
 
+/// Text, an image of random embeddings, text; then the same with other text, and with another image.
+void image(program_t &of) {
+    for (const uint32_t turn : {0u, 1u, 2u}) {
+        llama_memory_clear(of.cells(), true);
+        of.prompt("before", 0, of.text(81, 40), 0);
+        const llama_pos next = of.decode_image(turn < 2 ? 1 : 2, 40);
+        of.text_after("after", of.text(turn == 1 ? 83 : 82, 100), 100, next);
+    }
+}
+
 /// A child of the program, and what the program does after it.
 void fork_it(program_t &of) {
     llama_memory_clear(of.cells(), true);
@@ -294,7 +373,7 @@ void fork_it(program_t &of) {
 
 const std::map<std::string, scenario_t> scenarios = {
     {"prompt", prompt}, {"branch", branch}, {"turns", turns}, {"together", together},
-    {"cells", cells},   {"full", full},     {"fork", fork_it},
+    {"cells", cells},   {"full", full},     {"fork", fork_it}, {"image", image},
 };
 
 options_t read(int argc, char **argv) {

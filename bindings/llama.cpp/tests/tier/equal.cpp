@@ -1,6 +1,7 @@
 // A restored prompt gives the logits of a decoded prompt, for every kind of context. Restores are full or
 // partial, from memory or a reopened disk, with branches, and in the order A, B, A. Logits are bitwise equal if
 // batches and cells are equal. Earlier requests move cells, which changes the order of sums.
+#include "common/engine.hpp"
 #include "fixture.hpp"
 
 using namespace tier_test;
