@@ -1,11 +1,13 @@
 // Measures the cost and the loss of a sequence of four times its cells, against a context with all cells:
 //
 //   watch_longer_bench MODEL.gguf TEXT... [--tokens 2048] [--cells 512] [--threads 2] [--spec SPEC]
+//                     [--steps 48] [--block 8] [--sinks 16] [--slots N] [--part-tokens 16] [--only tokens|prefill|needles]
 //
 // Prints one JSON object per line. Use natural text: on random words no selection of blocks is good.
 #include "longer.hpp"
 
 #include <chrono>
+#include <cstring>
 
 using namespace watch_test;
 
@@ -17,10 +19,14 @@ struct options {
     size_t tokens = 2048;
     uint32_t cells = 512;
     int threads = 2;
-    const char *spec = nullptr;
+    const char *spec = nullptr, *only = "";
+    size_t steps = 48;
+    uint32_t block = 0, sinks = 0, slots = 0, part = 0; // 0: the adapter's default
+
+    bool wants(const char *part_name) const { return !*only || std::strcmp(only, part_name) == 0; }
 };
 
-constexpr size_t steps = 48, measured_steps = 12;
+constexpr size_t measured_steps = 12;
 
 double now_ms() {
     using namespace std::chrono;
@@ -54,6 +60,18 @@ bool read_options(int argc, char **argv, options &out) {
             out.threads = std::atoi(argv[++i]);
         } else if (a == "--spec" && has_value) {
             out.spec = argv[++i];
+        } else if (a == "--only" && has_value) {
+            out.only = argv[++i];
+        } else if (a == "--steps" && has_value) {
+            out.steps = std::max<size_t>((size_t) std::atoi(argv[++i]), measured_steps);
+        } else if (a == "--block" && has_value) {
+            out.block = (uint32_t) std::atoi(argv[++i]);
+        } else if (a == "--sinks" && has_value) {
+            out.sinks = (uint32_t) std::atoi(argv[++i]);
+        } else if (a == "--slots" && has_value) {
+            out.slots = (uint32_t) std::atoi(argv[++i]);
+        } else if (a == "--part-tokens" && has_value) {
+            out.part = (uint32_t) std::atoi(argv[++i]);
         } else if (out.model.empty()) {
             out.model = a;
         } else {
@@ -76,6 +94,10 @@ kvt_llama_longer_opts_t opts_of(const options &o, const shared_store &store, con
     opts.name = name;
     opts.model_id = "bench";
     opts.spec = o.spec;
+    opts.block_tokens = o.block;
+    opts.sink_tokens = o.sinks;
+    opts.slot_tokens = o.slots;
+    opts.part_tokens = o.part;
     return opts;
 }
 
@@ -94,7 +116,7 @@ struct record {
 
 // Decodes text in a small context and in one with all cells, token by token in turn.
 void bench_tokens(longer_context &small, llama_context *plain, const std::vector<llama_token> &text, size_t n,
-                uint32_t layers, record &out) {
+                uint32_t layers, size_t steps, record &out) {
     std::vector<double> sparse_ms, dense_token_ms, selecting, loading;
     size_t same = 0;
     const kvt_llama_longer_stats_t first = stats_of(small);
@@ -163,12 +185,12 @@ void bench_prefill(const options &o, llama_model *model, const std::vector<llama
     CHECK(decode_longer(small, text.data(), o.tokens));
     const double ms = now_ms() - t;
     size_t same = 0;
-    for (size_t i = 0; i < steps; i++) {
+    for (size_t i = 0; i < o.steps; i++) {
         CHECK(decode_longer(small, text.data() + o.tokens + i, 1));
         same += argmax(logits(small.ctx.get())) == rec.full[i];
     }
     bar("prefill", ms / dense_ms, "x", "ms of a prefill with all cells", dense_ms, 2, true);
-    bar("agreement_prefilled", (double) same / (double) steps, "of next tokens",
+    bar("agreement_prefilled", (double) same / (double) o.steps, "of next tokens",
         "KV computed in parts", 1, 0.6, false);
 }
 
@@ -259,7 +281,8 @@ int main(int argc, char **argv) {
         std::fprintf(
             stderr,
             "usage: watch_longer_bench MODEL.gguf TEXT... [--tokens N] [--cells N] [--threads N] "
-            "[--spec SPEC]\n");
+            "[--spec SPEC]\n"
+            "    [--steps N] [--block N] [--sinks N] [--slots N] [--part-tokens N] [--only tokens|prefill|needles]\n");
         return 2;
     }
     model_ptr model = load(o.model.c_str());
@@ -268,12 +291,13 @@ int main(int argc, char **argv) {
     }
     const uint32_t layers = (uint32_t) llama_model_n_layer(model.get());
     const std::vector<llama_token> text =
-        text_of(model.get(), (int) o.texts.size(), o.texts.data(), o.tokens + steps + 1);
+        text_of(model.get(), (int) o.texts.size(), o.texts.data(), o.tokens + o.steps + 1);
     record rec;
     double dense_ms = 0;
-    {
+    if (o.wants("tokens") || o.wants("prefill")) {
         shared_store store("store(host=256MiB)");
         masked_reference reference((int) layers);
+        reference.block = o.block ? o.block : reference.block;
         llama_context_params p = params_of(o, o.tokens + 256);
         context_ptr plain = open(model.get(), p);
         p.cb_eval = masked_reference::on_node;
@@ -291,7 +315,7 @@ int main(int argc, char **argv) {
             ok(kvt_llama_longer_resume(small.longer.get(), text.data(), o.tokens + 1, &found, &why),
                why, "resume"));
         CHECK(found == o.tokens || decode_longer(small, text.data() + found, o.tokens - found));
-        bench_tokens(small, plain.get(), text, o.tokens, layers, rec);
+        bench_tokens(small, plain.get(), text, o.tokens, layers, o.steps, rec);
         bench_recall(big, reference, text, o.tokens, rec);
         const kvt_llama_longer_stats_t stats = stats_of(small);
         const double rows =
@@ -301,7 +325,11 @@ int main(int argc, char **argv) {
             (double) (stats.cells * rows * layers + stats.own_bytes + stats.policy_bytes) / kv, "x",
             "bytes of K and V with all cells", kv, 0.5, true);
     }
-    bench_prefill(o, model.get(), text, dense_ms, rec);
-    bench_needles(o, model.get(), text);
+    if (o.wants("prefill")) {
+        bench_prefill(o, model.get(), text, dense_ms, rec);
+    }
+    if (o.wants("needles")) {
+        bench_needles(o, model.get(), text);
+    }
     return failures != 0;
 }
