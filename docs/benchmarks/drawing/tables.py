@@ -198,6 +198,10 @@ def value_only(result):
     return f"**{text}**" if bold else text
 
 
+def with_goal(result):
+    return value_only(result) + (f" (goal {goal_of(result)})" if "goal" in result else "")
+
+
 def two_runs(name, field, first, second, labels):
     """Rows: results; columns: the value and a second field."""
     def make(all_subjects):
@@ -350,9 +354,10 @@ def comparison(all_subjects):
     cells = ", ".join(f"{result['measures']} {ratios(result['ratio'])}" for result in engines.of(run))
     row("kvtier's backend under SGLang, under load: unreliable", "", {"other": f"SGLang's file backend: {cells}"},
         engines, run)
-    result = engines.get("llama-2026-11-23", "restore_memory")
-    row("time to restore 1,024 tokens from host memory, 21 runs, least and greatest", "",
-        {"other": f"llama.cpp's state copy {ratios(result['ratio'], -1)}"}, engines, result["run"])
+    result = engines.get("llama-tier-2026-11-29", "restore_memory")
+    row("time to restore 1,024 tokens from host memory, under load, eight runs, least and greatest", "",
+        {"other": f"llama.cpp's state copy {ratios([min(result['ratio']), max(result['ratio'])], -1)}"}, engines,
+        result["run"])
     run = "load-peers-2026-11-28"
     ours = stream.get(run, side="kvtier")["value"]
     cells = "; ".join(f"{side} {ratios(ratio_of(ours, stream.get(run, side=side)['value']))}"
@@ -450,9 +455,9 @@ TABLES = {
     "real": bars("engines", "real-2026-11-26", title="scenario"),
     "demo": bars("engines", "demo-2026-11-23", title="scenario"),
     "llama": bars("engines", "llama-2026-11-23"),
-    "longer": pivot("engines", "longer-2026-11-23", "name", "context",
-                    lambda result: value_only(result) + (f" (goal {goal_of(result)})" if "goal" in result else ""),
-                    corner="measure"),
+    "llama-tier": bars("engines", "llama-tier-2026-11-29"),
+    "longer": pivot("engines", "longer-2026-11-23", "name", "context", with_goal, corner="measure"),
+    "longer-last": pivot("engines", "longer-2026-11-29", "name", "context", with_goal, corner="measure"),
     "python": bars("engines", "python-2026-11-23"),
     "vllm-peers": pivot("engines", ["vllm-peers-1", "vllm-peers-2"], "peer", ["run", "op"], measured,
                         corner="speed of vLLM's tier ÷", columns=["1st run: store", "load", "2nd run: store", "load"]),
