@@ -1,7 +1,8 @@
 // Measures the cost and the loss of a sequence of four times its cells, against a context with all cells:
 //
 //   watch_longer_bench MODEL.gguf TEXT... [--tokens 2048] [--cells 512] [--threads 2] [--spec SPEC]
-//                     [--steps 48] [--block 8] [--sinks 16] [--slots N] [--part-tokens 16] [--only tokens|prefill|needles]
+//                     [--steps 48] [--block 8] [--sinks 16] [--slots N] [--part-tokens 16]
+//                     [--only tokens|prefill|needles]
 //
 // Prints one JSON object per line. Use natural text: on random words no selection of blocks is good.
 #include "longer.hpp"
@@ -282,7 +283,8 @@ int main(int argc, char **argv) {
             stderr,
             "usage: watch_longer_bench MODEL.gguf TEXT... [--tokens N] [--cells N] [--threads N] "
             "[--spec SPEC]\n"
-            "    [--steps N] [--block N] [--sinks N] [--slots N] [--part-tokens N] [--only tokens|prefill|needles]\n");
+            "    [--steps N] [--block N] [--sinks N] [--slots N] [--part-tokens N]\n"
+            "    [--only tokens|prefill|needles]\n");
         return 2;
     }
     model_ptr model = load(o.model.c_str());

@@ -70,7 +70,8 @@ kvt_sparse_custom_t even_blocks_policy(const kvt_sparse_traits_t &traits, int &r
 
 kvt_status_t count_and_select_even_blocks(void *user_data, uint32_t layer, const kvt_rows_t *query,
                                           const uint32_t *candidates, uint64_t n,
-                                          const kvt_sparse_context_t *context, uint32_t *ids, uint64_t *count_out) {
+                                          const kvt_sparse_context_t *context, uint32_t *ids,
+                                          uint64_t *count_out) {
     ++*static_cast<int *>(user_data);
     return select_even_blocks(nullptr, layer, query, candidates, n, context, ids, count_out);
 }
