@@ -220,18 +220,12 @@ void Experts::copy_inputs() {
 // Compares the choice with what was guessed.
 void Experts::note_use() {
     totals().expert_uses += experts_.size();
-    guessed_units_.clear();
     RoutedLayer * layer = owner_->routing().at(stack_->units.front());
     // A layer may have several segments: only the first one's choice is new.
     if (!layer || noted_ == ids_) {
         return;
     }
     noted_ = ids_;
-    for (const RoutedLayer::Guess & guess : layer->guesses) {
-        if (guess.is_read) {
-            guessed_units_.push_back(layer->first_unit + guess.expert);
-        }
-    }
     std::vector<uint32_t> used;
     for (const ExpertRows & expert : experts_) {
         used.push_back(expert.expert);
@@ -340,7 +334,7 @@ uint64_t Experts::row_bytes() const {
 }
 
 // Takes experts that are loaded; waits for one if there is none.
-bool Experts::take_wave(std::vector<ExpertRows *> & pending, Wave & wave, std::string & why) {
+bool Experts::take_wave(std::vector<const ExpertRows *> & pending, Wave & wave, std::string & why) {
     const size_t most = std::min(owner_->expert_slots(), pending.size());
     std::vector<uint32_t> units;
     for (size_t i = 0; i < most; i++) {
@@ -354,13 +348,7 @@ bool Experts::take_wave(std::vector<ExpertRows *> & pending, Wave & wave, std::s
             if (!wave.empty() && rows + pending[i]->rows.size() > most_rows) {
                 break;
             }
-            const uint32_t unit = pending[i]->unit;
-            const Leased leased = owner_->lease_expert(unit, waits, why);
-            const bool is_new = leased == Leased::not_loaded && !pending[i]->is_counted &&
-                                std::find(guessed_units_.begin(), guessed_units_.end(), unit) ==
-                                    guessed_units_.end();
-            totals().expert_loads += is_new ? 1 : 0;
-            pending[i]->is_counted = true;
+            const Leased leased = owner_->lease_expert(pending[i]->unit, waits, why);
             if (leased == Leased::failed) {
                 return false;
             }
@@ -383,8 +371,8 @@ ggml_status Experts::compute(std::string & why) {
     }
     copy_inputs();
     note_use();
-    std::vector<ExpertRows *> pending;
-    for (ExpertRows & expert : experts_) {
+    std::vector<const ExpertRows *> pending;
+    for (const ExpertRows & expert : experts_) {
         pending.push_back(&expert);
     }
     ggml_status status = GGML_STATUS_SUCCESS;

@@ -29,7 +29,6 @@ struct ExpertRows {
     uint32_t expert = 0;
     uint32_t unit = 0;
     std::vector<Row> rows;
-    bool is_counted = false;
 };
 
 class Experts {
@@ -65,7 +64,7 @@ private:
     void guess_next();
     bool rank_next(const RoutedLayer & next, std::vector<std::vector<uint32_t>> & ranked);
     void add_biases(const RoutedLayer & next, std::vector<float> & scores);
-    bool take_wave(std::vector<ExpertRows *> & pending, Wave & wave, std::string & why);
+    bool take_wave(std::vector<const ExpertRows *> & pending, Wave & wave, std::string & why);
     ggml_status compute_wave(const Wave & wave);
     void lay_out(const Wave & wave);
     void gather(const Wave & wave, const ggml_tensor * input, char * out) const;
@@ -93,8 +92,7 @@ private:
     std::vector<ExpertRows> experts_;
     // Copies of the inputs: the engine may place a result of the segment in their memory.
     std::unordered_map<const ggml_tensor *, std::vector<char>> copies_;
-    // Experts of this layer that are being read because they were guessed.
-    std::vector<uint32_t> guessed_units_;
+    // The ids that were compared with guesses last.
     const ggml_tensor * noted_ = nullptr;
 
     // The wave.

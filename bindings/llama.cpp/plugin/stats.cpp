@@ -50,6 +50,7 @@ void Totals::Streamed::add(const Weights & weights) {
         home_units += inner_has_memory() ? plan.device_units : plan.host_units;
         slot_bytes += plan.slots * plan.slot_bytes + plan.expert_slots * plan.expert_slot_bytes;
         expert_slots += plan.expert_slots;
+        expert_misses += done.expert_misses;
         acquires += done.acquires;
         waited += done.waited;
         wait_ns += done.wait_read_ns + done.wait_slot_ns;
@@ -79,7 +80,7 @@ void Totals::print() {
                  ",\"streamed_bytes\":%" PRIu64 ",\"resident_bytes\":%" PRIu64 ",\"floor_bytes\":%" PRIu64
                  ",\"kv_bytes\":%" PRIu64 ",\"other_bytes\":%" PRIu64 ",\"compute_bytes\":%" PRIu64
                  ",\"units\":%" PRIu64 ",\"home_units\":%" PRIu64 ",\"slot_bytes\":%" PRIu64
-                 ",\"expert_slots\":%" PRIu64 ",\"expert_uses\":%" PRIu64 ",\"expert_loads\":%" PRIu64
+                 ",\"expert_slots\":%" PRIu64 ",\"expert_uses\":%" PRIu64 ",\"expert_misses\":%" PRIu64
                  ",\"guessed_reads\":%" PRIu64 ",\"guessed_needed\":%" PRIu64
                  ",\"graphs\":%" PRIu64 ",\"streamed_graphs\":%" PRIu64 ",\"runs\":%" PRIu64
                  ",\"passes\":%" PRIu64 ",\"acquires\":%" PRIu64 ",\"waited\":%" PRIu64
@@ -88,7 +89,7 @@ void Totals::print() {
                  budget.limit_bytes, budget.peak_bytes, all.models, all.streamed_bytes, all.resident_bytes,
                  all.floor_bytes, kv_peak_bytes.load(), other_peak_bytes.load(), compute_peak_bytes.load(),
                  all.units, all.home_units, all.slot_bytes, all.expert_slots, expert_uses.load(),
-                 expert_loads.load(), guessed_reads.load(), guessed_needed.load(), graphs.load(),
+                 all.expert_misses, guessed_reads.load(), guessed_needed.load(), graphs.load(),
                  streamed_graphs.load(), runs.load(), all.passes, all.acquires, all.waited, all.wait_ns, all.read_bytes, all.failed,
                  materialised.load());
 }

@@ -14,9 +14,8 @@ namespace kvtier_plugin {
 class Totals {
 public:
     std::atomic<uint64_t> graphs{0}, streamed_graphs{0}, runs{0}, materialised{0};
-    // Experts that layers used, each once for a batch; those that were not in memory and not being read;
-    // reads for guesses, and those that were needed.
-    std::atomic<uint64_t> expert_uses{0}, expert_loads{0}, guessed_reads{0}, guessed_needed{0};
+    // Experts that layers used, each once for a batch; reads for guesses, and those that were needed.
+    std::atomic<uint64_t> expert_uses{0}, guessed_reads{0}, guessed_needed{0};
     // Now, and at most so far.
     std::atomic<uint64_t> kv_bytes{0}, compute_bytes{0}, other_bytes{0};
     std::atomic<uint64_t> kv_peak_bytes{0}, compute_peak_bytes{0}, other_peak_bytes{0};
@@ -36,7 +35,7 @@ private:
     struct Streamed {
         uint64_t models = 0, units = 0, streamed_bytes = 0, resident_bytes = 0, floor_bytes = 0;
         uint64_t home_units = 0, slot_bytes = 0;
-        uint64_t expert_slots = 0;
+        uint64_t expert_slots = 0, expert_misses = 0;
         uint64_t acquires = 0, waited = 0, wait_ns = 0, read_bytes = 0, passes = 0, failed = 0;
         void add(const Weights & weights);
     };

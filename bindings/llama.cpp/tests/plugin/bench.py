@@ -135,7 +135,7 @@ def measure_experts(bench, name, pairs, share):
         runs["batch"].append(bench.with_plugin(name, *prompt, KVTIER_BUDGET=budget).total_ns)
         runs["single"].append(bench.with_plugin(name, "-u", 1, *prompt, KVTIER_BUDGET=budget).total_ns)
     stats = guessed.stats
-    misses = stats["expert_loads"] + stats["guessed_needed"]
+    misses = stats["expert_misses"]
     ratio = lambda above, below: statistics.median(a / b for a, b in zip(runs[above], runs[below]))
     median = {key: round(statistics.median(values)) for key, values in runs.items()}
     at = f"{name}_{share:g}"
