@@ -90,8 +90,8 @@ void Totals::print() {
                  all.floor_bytes, kv_peak_bytes.load(), other_peak_bytes.load(), compute_peak_bytes.load(),
                  all.units, all.home_units, all.slot_bytes, all.expert_slots, expert_uses.load(),
                  all.expert_misses, guessed_reads.load(), guessed_needed.load(), graphs.load(),
-                 streamed_graphs.load(), runs.load(), all.passes, all.acquires, all.waited, all.wait_ns, all.read_bytes, all.failed,
-                 materialised.load());
+                 streamed_graphs.load(), runs.load(), all.passes, all.acquires, all.waited, all.wait_ns,
+                 all.read_bytes, all.failed, materialised.load());
 }
 
 } // namespace kvtier_plugin

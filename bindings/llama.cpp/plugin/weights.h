@@ -1,8 +1,8 @@
 // The weights of a model in one of the plugin's buffers.
 //
-// Layers, their experts, and large matrices outside layers in pieces are units of a streamer. Units stay in memory as
-// far as the budget allows; others are read from their file ahead of their use. Small tensors outside
-// layers are resident. All functions that are not const must be called under weights_lock().
+// Layers, their experts, and large matrices outside layers in pieces are units of a streamer. Units stay in
+// memory as far as the budget allows; others are read from their file ahead of their use. Small tensors
+// outside layers are resident. All functions that are not const must be called under weights_lock().
 #ifndef KVTIER_PLUGIN_WEIGHTS_H
 #define KVTIER_PLUGIN_WEIGHTS_H
 

@@ -136,16 +136,20 @@ def measure_experts(bench, name, pairs, share):
         runs["single"].append(bench.with_plugin(name, "-u", 1, *prompt, KVTIER_BUDGET=budget).total_ns)
     stats = guessed.stats
     misses = stats["expert_misses"]
-    ratio = lambda above, below: statistics.median(a / b for a, b in zip(runs[above], runs[below]))
     median = {key: round(statistics.median(values)) for key, values in runs.items()}
-    at = f"{name}_{share:g}"
-    line(f"experts_{at}", ratio("guessed", "bound"), "max(compute, bytes / raw bandwidth), ns", median["bound"], 1.15)
-    line(f"experts_mmap_{at}", ratio("inside", "mapped"), "a memory map in the same cgroup, ns", median["mapped"], 0.333)
-    line(f"experts_predict_{at}", ratio("guessed", "unguessed"), "without predictions, ns", median["unguessed"], 1.03)
-    line(f"experts_prefill_{at}", ratio("batch", "single"), "token by token, ns", median["single"], 0.5)
-    line(f"experts_uncovered_{at}", 1 - stats["guessed_needed"] / max(1, misses), "all misses", misses, 0.54)
-    line(f"experts_wasted_{at}", (stats["guessed_reads"] - stats["guessed_needed"]) / max(1, stats["guessed_needed"]),
-         "useful reads ahead", stats["guessed_needed"], 0.4)
+
+    def bar(what, above, below, baseline, goal):
+        ratio = statistics.median(a / b for a, b in zip(runs[above], runs[below]))
+        line(f"experts_{what}_{name}_{share:g}", ratio, baseline, median[below], goal)
+
+    bar("token", "guessed", "bound", "max(compute, bytes / raw bandwidth), ns", 1.15)
+    bar("mmap", "inside", "mapped", "a memory map in the same cgroup, ns", 0.333)
+    bar("predict", "guessed", "unguessed", "without predictions, ns", 1.03)
+    bar("prefill", "batch", "single", "token by token, ns", 0.5)
+    needed = stats["guessed_needed"]
+    line(f"experts_uncovered_{name}_{share:g}", 1 - needed / max(1, misses), "all misses", misses, 0.54)
+    line(f"experts_wasted_{name}_{share:g}", (stats["guessed_reads"] - needed) / max(1, needed),
+         "useful reads ahead", needed, 0.4)
 
 
 def main():

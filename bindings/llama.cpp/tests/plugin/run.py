@@ -220,7 +220,8 @@ def case_routing_is_traced_and_predicted(bench):
         if names:
             run = bench.with_plugin(name, KVTIER_EXPERT_POLICY="oldest")
             expect(run.status == 3 and "oldest" in run.errors, "an unknown policy is refused", run)
-            check_refused(bench, name, "cannot be written", KVTIER_ROUTING_TRACE=os.path.join(folder, "no", "file"))
+            check_refused(bench, name, "cannot be written",
+                          KVTIER_ROUTING_TRACE=os.path.join(folder, "no", "file"))
     return 0 if names else SKIP
 
 
