@@ -20,6 +20,8 @@ type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 const LIBRARY: &str = "libkvtier-run.so";
 /// Where it is looked for, seen from the folder of this program.
 const FOLDERS: [&str; 4] = ["", "../lib/kvtier", "../lib", "../lib64/kvtier"];
+/// Transfers up to this size are copied by the thread that submits them.
+const INLINE_BYTES: u64 = 32 << 20;
 /// Program header of a file that the dynamic loader starts.
 const PT_INTERP: u32 = 3;
 
@@ -107,7 +109,9 @@ fn store(args: &Args) -> Outcome<String> {
 
 fn from_options(args: &Args) -> Outcome<Spec> {
     let arg = |key: &str, value| Arg { key: key.to_string(), value, offset: 0 };
-    let mut all = vec![arg("host", number(args.host as f64))];
+    // The engine waits for what it restores: its own thread copies it, which no other thread is woken for.
+    let inline = number(INLINE_BYTES as f64);
+    let mut all = vec![arg("host", number(args.host as f64)), arg("inline", inline)];
     if let Some(disk) = &args.disk {
         // The name is that of `kvtier-llama --disk`, which shares the KV.
         let path = std::path::absolute(disk)?.join("kv");
