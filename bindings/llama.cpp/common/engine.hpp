@@ -1,6 +1,6 @@
-// Everything that differs between versions of llama.cpp and ggml. No other source of the adapters depends on a
-// version. Supported: LLAMA_STATE_SEQ_VERSION 2 to 4, and GGML_BACKEND_API_VERSION 2 and 3. engine.sh names the
-// two engines that tests run.
+// Everything that differs between versions of llama.cpp and ggml. No other source of the adapters depends
+// on a version. Supported: LLAMA_STATE_SEQ_VERSION 2 to 4, and GGML_BACKEND_API_VERSION 2 and 3. engine.sh
+// names the two engines that tests run.
 #pragma once
 
 #if __has_include(<llama.h>) // not for the plugin in other engines of ggml
@@ -25,7 +25,8 @@ inline uint32_t llama_n_rs_seq(const void *) { return 0; }
 inline bool llama_get_causal_attn(const void *) { return true; }
 
 /// The model reads all of each tensor when it is loaded. Older engines always do so.
-template <typename params_t> auto disable_lazy_reads(params_t &params, int) -> decltype(void(params.lazy_mode)) {
+template <typename params_t>
+auto disable_lazy_reads(params_t &params, int) -> decltype(void(params.lazy_mode)) {
     params.lazy_mode = decltype(params.lazy_mode)(0); // LLAMA_LAZY_MODE_OFF
 }
 template <typename params_t> void disable_lazy_reads(params_t &, long) {}
@@ -66,8 +67,9 @@ struct sized_tensors {
 template <typename allocate_t, typename size_t_>
 void set_list_functions(ggml_backend_buffer_type_i &, allocate_t, size_t_) {}
 
-/// Interface 2 asks for the size of each tensor, then for a buffer of their sum. It allocates tensors that have
-/// no data yet, so a buffer type that recognises the tensors can allocate them itself. One object per thread.
+/// Interface 2 asks for the size of each tensor, then for a buffer of their sum. It allocates tensors that
+/// have no data yet, so a buffer type that recognises the tensors can allocate them itself. One object per
+/// thread.
 class sized_tensors {
 public:
     /// Results of computation are sized too, but are in no list.
