@@ -18,10 +18,8 @@ struct Settings {
     std::string directory;
     // KVTIER_SPILL=1: always write weights there.
     bool spills = false;
-    // KVTIER_RING: slots for streamed layers, 2 to 64; 0 = 2, or more for small layers.
-    uint32_t slots = 0;
-
-    uint32_t least_slots() const { return slots ? slots : 2; }
+    // KVTIER_RING: slots for streamed layers, 2 to 64.
+    uint32_t slots = 2;
     // KVTIER_UNDER: the device that computes.
     std::string inner = "CPU";
     // KVTIER_THREADS: threads that compute, 1 to 512; 0 = as the engine says.

@@ -130,25 +130,6 @@ bool all_layers_stay(const std::vector<Unit> & units, const Trial & trial) {
 
 } // namespace
 
-uint32_t table_slots(const kvt_model_t * table, const std::vector<Unit> & units, uint64_t bytes) {
-    constexpr uint64_t IN_FLIGHT_BYTES = 10 << 20;
-    constexpr uint32_t MOST = 6;
-    const uint32_t least = settings().least_slots();
-    const kvt_stream_terms_t terms = table_terms(least);
-    Trial trial;
-    trial.residency.resize(units.size());
-    if (settings().slots || inner_has_memory() ||
-        plan_status(table, terms, bytes, &trial, nullptr) != KVT_OK || trial.plan.slot_bytes == 0 ||
-        all_layers_stay(units, trial)) {
-        return least;
-    }
-    const uint64_t slot_bytes = trial.plan.slot_bytes;
-    const uint64_t loading = (IN_FLIGHT_BYTES + slot_bytes - 1) / slot_bytes;
-    // Slots stay, so half of the memory is left for KV and resident layers.
-    const uint64_t fit = bytes / 2 / slot_bytes;
-    return uint32_t(std::max<uint64_t>(least, std::min<uint64_t>({1 + loading, fit, MOST})));
-}
-
 bool table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & units, uint32_t used,
                         uint64_t bytes, kvt_stream_terms_t & terms) {
     constexpr uint32_t LEAST = 2;

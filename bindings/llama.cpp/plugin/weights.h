@@ -78,9 +78,6 @@ bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std:
 bool are_weights(ggml_tensor * const * tensors, int count);
 // Terms of the streamer's plan. No memory is reserved for KV, because the budget covers KV too.
 kvt_stream_terms_t table_terms(uint32_t slots);
-// Slots for layers in this much memory. A load of a small layer takes about as long as waking its threads,
-// so several are in flight.
-uint32_t table_slots(const kvt_model_t * table, const std::vector<Unit> & units, uint64_t bytes);
 // Sets the number of expert slots for this much memory. Layers become resident first, because each pass
 // uses them; `used` experts and one more have slots before that. False if the machine has less memory: the
 // number is that for the machine.
