@@ -65,8 +65,9 @@ struct record_t {
     size_t positions = 1;
 };
 
-std::mutex lock;
-std::unordered_map<const llama_batch_ext *, record_t> records;
+/// Never destroyed: batches of the program may be freed after the objects of this library.
+std::mutex &lock = *new std::mutex;
+auto &records = *new std::unordered_map<const llama_batch_ext *, record_t>;
 
 batch_t *batch_of(const llama_batch_ext *batch) {
     const auto found = records.find(batch);

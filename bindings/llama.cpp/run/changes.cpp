@@ -33,22 +33,31 @@ void context_t::reset(llama_seq_id seq) {
 void context_t::settle(llama_seq_id seq) {
     const inside_scope scope;
     for (auto &one : known) {
-        if ((seq < 0 || seq == one.first) && decode_missing(one.first) != 0) {
+        if (seq >= 0 && seq != one.first) {
+            continue;
+        }
+        rewind(one.first, one.second.unknown ? one.second.engine : one.second.program);
+        if (decode_missing(one.first) != 0) {
             changed(one.first);
         }
     }
 }
 
-void context_t::leaving(llama_seq_id seq) {
-    kvt_llama_tier_t *tier = current();
-    if (!tier) {
-        return;
-    }
+void context_t::leaving(llama_seq_id seq, llama_pos first) {
     const inside_scope scope;
+    kvt_llama_tier_t *tier = current();
     for (const auto &one : known) {
-        const bool meant = (seq < 0 || seq == one.first) && !one.second.unknown;
+        if ((seq >= 0 && seq != one.first) || one.second.unknown) {
+            continue;
+        }
+        // What the engine holds beyond is not the program's to remove.
+        rewind(one.first, one.second.program);
+        if (!tier) {
+            continue;
+        }
         const kvtier_llama::sequence_t &record = tier->sequences[one.first];
-        if (meant && kvtier_llama::full_chunks(*tier, record.tokens.size()) > record.saved) {
+        const size_t chunks = kvtier_llama::full_chunks(*tier, record.tokens.size());
+        if (chunks > record.saved && record.prompt().length_before(std::max(first, 0)) < chunks) {
             kvtier_llama::guarded(nullptr, [&] {
                 kvtier_llama::save(*tier, one.first, kvtier_llama::now_ns() + tier->save_wait_ns, true);
                 return KVT_OK;
@@ -154,13 +163,15 @@ void context_t::state_taken(llama_seq_id seq, const uint8_t *data, size_t bytes,
 
 void context_t::state_given(llama_seq_id seq, const uint8_t *data, size_t bytes,
                             llama_state_seq_flags flags) {
-    const auto found = std::find_if(states.begin(), states.end(), [&](const copied_state &one) {
-        return one.bytes == bytes && one.flags == flags && one.sum == sum_of(data, bytes);
-    });
+    const auto alike = [&](const copied_state &one) { return one.bytes == bytes && one.flags == flags; };
+    const bool any = std::any_of(states.begin(), states.end(), alike);
+    const uint64_t sum = any ? sum_of(data, bytes) : 0;
+    const auto found = std::find_if(states.begin(), states.end(),
+                                    [&](const copied_state &one) { return alike(one) && one.sum == sum; });
     const sequence_t has = known[seq];
     // A partial state replaces windows and recurrent states. The other cells stay.
     const bool fits = found != states.end() &&
-                      (flags == 0 || (!has.unknown && has.prompt().common(found->text.prompt()) ==
+                      (flags == 0 || (!has.unknown && has.prompt().prefix(has.engine).common(found->text.prompt()) ==
                                                           found->text.tokens.size()));
     if (!fits) {
         changed(seq);

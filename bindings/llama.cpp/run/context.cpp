@@ -21,8 +21,8 @@ constexpr uint32_t special_cells = special_attention | special_warmup;
 
 } // namespace
 
-context_t::context_t(llama_context *of, const llama_context_params &with, uint32_t count)
-    : sequences(count), ctx(of), memory(engine().llama_get_memory(of)), params(with) {
+context_t::context_t(llama_context *of, const llama_context_params &with, uint32_t count, bool scratch)
+    : sequences(count), ctx(of), memory(engine().llama_get_memory(of)), params(with), has_scratch(scratch) {
     const llama_model *model = llama_get_model(of);
     const llama_rope_type rope = llama_model_rope_type(model);
     width = size_t(llama_model_n_embd_inp(model));
@@ -32,6 +32,14 @@ context_t::context_t(llama_context *of, const llama_context_params &with, uint32
 context_t::~context_t() {
     close_tiers();
     report();
+}
+
+/// The engine refuses batches with other sequences.
+bool context_t::is_valid(const batch_t &batch) const {
+    return std::all_of(batch.entries.begin(), batch.entries.end(), [&](const entry_t &entry) {
+        const auto known_id = [&](llama_seq_id seq) { return seq >= 0 && uint32_t(seq) < sequences; };
+        return !entry.sequences.empty() && std::all_of(entry.sequences.begin(), entry.sequences.end(), known_id);
+    });
 }
 
 context_t::runs_t context_t::runs_of(const batch_t &batch) const {
@@ -62,6 +70,7 @@ void context_t::check(const runs_t &runs) {
         if (real == 0 && (has.unknown || has.engine != 0)) {
             reset(one.first);
         } else if (!has.unknown && real != has.prompt().end_position(has.engine)) {
+            rewind(one.first, std::min(has.engine, has.program));
             changed(one.first);
         }
     }
@@ -73,7 +82,12 @@ void context_t::rewind(llama_seq_id seq, size_t tokens) {
     if (has.engine <= tokens) {
         return;
     }
-    if (engine().llama_memory_seq_rm(memory, seq, has.prompt().position(tokens), -1)) {
+    const llama_pos end = has.prompt().position(tokens);
+    const llama_pos window = llama_model_n_swa(llama_get_model(ctx));
+    const bool removed = engine().llama_memory_seq_rm(memory, seq, end, -1);
+    // Windows have forgotten cells that the new end needs, if they were further.
+    const llama_pos first = engine().llama_memory_seq_pos_min(memory, seq);
+    if (removed && (window <= 0 || tokens == 0 || (first >= 0 && first <= std::max(0, end - window)))) {
         has.engine = tokens;
     } else {
         // Recurrent states cannot be shortened.
@@ -88,6 +102,14 @@ void context_t::attach(llama_seq_id seq, const run_t &run, size_t limit) {
     sequence_t &has = known[seq];
     kvt_llama_tier_t *tier = current();
     if (!tier || limit < has.engine + min_restored || !can_lose_engine(has)) {
+        return;
+    }
+    // A scratch sequence that is in use would cost what the sequence holds.
+    const kvt_status_t usable = kvtier_llama::guarded(nullptr, [&] {
+        kvtier_llama::check_scratch(*tier);
+        return KVT_OK;
+    });
+    if (usable != KVT_OK) {
         return;
     }
     if (tier->sequences[seq].tokens.size() != has.engine) {
@@ -266,36 +288,66 @@ void context_t::decoded(const batch_t &batch, const runs_t &runs) {
     }
 }
 
-int32_t context_t::decode(const batch_t *batch, const decode_t &as_it_is) {
-    indices_changed = false;
-    if (!batch) {
-        changed(-1);
-        return as_it_is();
+/// After a decode that failed: the engine keeps no cells that are not known.
+void context_t::failed(const runs_t &runs) {
+    for (const auto &one : runs) {
+        sequence_t &has = known[one.first];
+        const llama_pos real = engine().llama_memory_seq_pos_max(memory, one.first) + 1;
+        if (!has.unknown && real > has.prompt().end_position(has.engine)) {
+            const size_t engine_tokens = has.engine++;
+            rewind(one.first, engine_tokens);
+        }
     }
-    const inside_scope scope;
-    check(runs_of(*batch));
+}
+
+int32_t context_t::decode_known(const batch_t &batch, const decode_t &as_it_is) {
+    check(runs_of(batch));
     // The check may have found sequences empty.
-    const runs_t runs = runs_of(*batch);
+    const runs_t runs = runs_of(batch);
     open_tier();
-    if (batch->media) {
-        return decode_media(*batch, runs, as_it_is);
+    if (batch.media) {
+        return decode_media(batch, runs, as_it_is);
     }
-    bool in_place = batch->plain;
+    bool in_place = batch.plain;
     for (const auto &one : runs) {
         in_place = in_place && (one.second.follows || known[one.first].unknown);
     }
+    int32_t status = 0;
     for (const auto &one : runs) {
         prepare(one.first, one.second, in_place);
-        if (const int32_t status = decode_missing(one.first)) {
-            return status;
-        }
+        status = status == 0 ? decode_missing(one.first) : status;
     }
-    const int32_t status = in_place && !as_given(runs) ? decode_in_parts(*batch, runs) : as_it_is();
     if (status == 0) {
-        decoded(*batch, runs);
+        status = in_place && !as_given(runs) ? decode_in_parts(batch, runs) : as_it_is();
+    }
+    if (status == 0) {
+        decoded(batch, runs);
         drop_embeddings();
+    } else {
+        failed(runs);
     }
     return status;
+}
+
+int32_t context_t::decode(const batch_t *batch, const decode_t &as_it_is) noexcept {
+    indices_changed = false;
+    const inside_scope scope;
+    bool was_called = false;
+    const decode_t counted = [&] {
+        was_called = true;
+        return as_it_is();
+    };
+    try {
+        if (batch) {
+            // The engine refuses what is not valid.
+            return is_valid(*batch) ? decode_known(*batch, counted) : as_it_is();
+        }
+    } catch (...) {
+        // Out of memory. What the sequences hold is not known any more.
+        warn("out of memory: the context is computed without kvtier until its sequences are empty");
+    }
+    changed(-1);
+    return was_called ? -2 : as_it_is();
 }
 
 int32_t context_t::index(int32_t at) const {

@@ -74,7 +74,7 @@ class context_t {
 public:
     using decode_t = std::function<int32_t()>;
 
-    context_t(llama_context *ctx, const llama_context_params &params, uint32_t sequences);
+    context_t(llama_context *ctx, const llama_context_params &params, uint32_t sequences, bool has_scratch);
     ~context_t();
     context_t(const context_t &) = delete;
     context_t &operator=(const context_t &) = delete;
@@ -84,7 +84,7 @@ public:
 
     /// Decodes a batch of the program; null = its contents are not known. `as_it_is` passes it to the
     /// engine unchanged.
-    int32_t decode(const batch_t *batch, const decode_t &as_it_is);
+    int32_t decode(const batch_t *batch, const decode_t &as_it_is) noexcept;
     /// The index in the engine's last batch of an index in the program's.
     int32_t index(int32_t at) const;
 
@@ -95,8 +95,9 @@ public:
     /// Makes the engine hold what the program decoded into a sequence, or into all (-1), before the program
     /// copies or changes its cells.
     void settle(llama_seq_id seq);
-    /// Saves what is not saved yet of a sequence, or of all (-1), before the program removes it.
-    void leaving(llama_seq_id seq);
+    /// Before the program removes cells of a sequence, or of all (-1), from a position on: saves what is not
+    /// saved yet of them.
+    void leaving(llama_seq_id seq, llama_pos first);
     // What the program did to the cells, after it was done.
     void removed(llama_seq_id seq, llama_pos first, llama_pos end);
     void copied(llama_seq_id from, llama_seq_id to, llama_pos first, llama_pos end);
@@ -123,6 +124,9 @@ public:
 private:
     using runs_t = std::map<llama_seq_id, run_t>;
 
+    int32_t decode_known(const batch_t &batch, const decode_t &as_it_is);
+    void failed(const runs_t &runs);
+    bool is_valid(const batch_t &batch) const;
     runs_t runs_of(const batch_t &batch) const;
     void check(const runs_t &runs);
     void prepare(llama_seq_id seq, const run_t &run, bool restore);
@@ -153,6 +157,7 @@ private:
     llama_context *const ctx;
     const llama_memory_t memory;
     const llama_context_params params;
+    const bool has_scratch;
     size_t width = 0, positions = 1;
     std::map<llama_seq_id, sequence_t> known;
     std::vector<int32_t> indices;

@@ -5,6 +5,7 @@
 #include <elf.h>
 #include <link.h>
 
+#include <atomic>
 #include <cstring>
 
 #ifdef KVTIER_RUN_TEST_MISSING
@@ -22,8 +23,24 @@ namespace {
 
 thread_local int depth = 0;
 
-template <typename F> void find(F *&out, const char *name) {
-    out = reinterpret_cast<F *>(dlsym(RTLD_NEXT, name));
+/// A libllama that the program opened itself, whose symbols are not among the next ones.
+void *opened_engine() {
+    void *found = nullptr;
+    dl_iterate_phdr(
+        [](dl_phdr_info *info, size_t, void *out) {
+            if (!info->dlpi_name || !std::strstr(info->dlpi_name, "libllama.so")) {
+                return 0;
+            }
+            *static_cast<void **>(out) = dlopen(info->dlpi_name, RTLD_LAZY | RTLD_NOLOAD);
+            return 1;
+        },
+        &found);
+    return found;
+}
+
+template <typename F> void find(F *&out, void *opened, const char *name) {
+    void *symbol = dlsym(RTLD_NEXT, name);
+    out = reinterpret_cast<F *>(symbol || !opened ? symbol : dlsym(opened, name));
 }
 
 ElfW(Addr) entry_of(const ElfW(Dyn) *table, ElfW(Sxword) tag) {
@@ -62,16 +79,18 @@ std::string missing_symbol() {
 
 engine_t load() {
     engine_t out;
-#define KVTIER_RUN_FIND(name) find(out.name, #name);
+    void *opened = dlsym(RTLD_NEXT, "llama_decode") ? nullptr : opened_engine();
+#define KVTIER_RUN_FIND(name) find(out.name, opened, #name);
     KVTIER_RUN_REQUIRED(KVTIER_RUN_FIND)
     KVTIER_RUN_OPTIONAL(KVTIER_RUN_FIND)
     KVTIER_RUN_BATCH_EXT(KVTIER_RUN_FIND)
 #undef KVTIER_RUN_FIND
-    find(out.set_embeddings_nextn, "_Z26llama_set_embeddings_nextnP13llama_contextbb");
-    find(out.get_embeddings_nextn_ith, "_Z30llama_get_embeddings_nextn_ithP13llama_contexti");
-    find(out.set_embeddings_layer_inp, "_Z30llama_set_embeddings_layer_inpP13llama_contextjb");
+    find(out.set_embeddings_nextn, opened, "_Z26llama_set_embeddings_nextnP13llama_contextbb");
+    find(out.get_embeddings_nextn_ith, opened, "_Z30llama_get_embeddings_nextn_ithP13llama_contexti");
+    find(out.set_embeddings_layer_inp, opened, "_Z30llama_set_embeddings_layer_inpP13llama_contextjb");
 #ifdef KVTIER_LLAMA_BATCH_EXT
-    find(out.set_decision_order, "_Z34llama_batch_ext_set_decision_orderP15llama_batch_exti20llama_decision_order");
+    find(out.set_decision_order, opened,
+         "_Z34llama_batch_ext_set_decision_orderP15llama_batch_exti20llama_decision_order");
 #endif
     out.missing = missing_symbol();
 #define KVTIER_RUN_REQUIRE(name)                                                                              \
@@ -81,14 +100,28 @@ engine_t load() {
     KVTIER_RUN_REQUIRED(KVTIER_RUN_REQUIRE)
     KVTIER_RUN_BATCH_EXT(KVTIER_RUN_REQUIRE)
 #undef KVTIER_RUN_REQUIRE
+    // A failed lookup leaves an error that the program could take for one of its own.
+    dlerror();
     return out;
 }
 
 } // namespace
 
 const engine_t &engine() {
-    static const engine_t loaded = load();
-    return loaded;
+    static std::atomic<const engine_t *> found{nullptr};
+    const engine_t *all = found.load(std::memory_order_acquire);
+    if (!all) {
+        // A program may open libllama later. The functions of this library are called before only by it.
+        const engine_t *loaded = new engine_t(load());
+        static const engine_t none;
+        if (!loaded->llama_decode) {
+            delete loaded;
+            return none;
+        }
+        found.store(loaded, std::memory_order_release);
+        all = loaded;
+    }
+    return *all;
 }
 
 bool inside() { return depth != 0; }

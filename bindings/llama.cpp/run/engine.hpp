@@ -61,6 +61,9 @@ namespace kvtier_run {
 
 // Functions that only newer programs call.
 #define KVTIER_RUN_OPTIONAL(X)                                                                                \
+    X(llama_model_load_from_file_ptr)                                                                         \
+    X(llama_adapter_lora_init_from_file_ptr)                                                                  \
+    X(llama_adapter_lora_free)                                                                                \
     X(llama_model_load_from_splits)                                                                           \
     X(llama_set_warmup)                                                                                       \
     X(llama_get_sampled_token_ith)                                                                            \
@@ -106,7 +109,7 @@ struct engine_t {
     std::string missing;
 };
 
-/// The loaded engine; looks its functions up on the first call.
+/// The loaded engine; without one all functions are null.
 const engine_t &engine();
 
 /// True while this library itself calls the engine, also through functions that it defines.

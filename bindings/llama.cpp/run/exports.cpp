@@ -19,11 +19,17 @@ constexpr uint32_t max_sequences = 256;
 context_t *watched(const llama_context *ctx) { return active() ? find_context(ctx) : nullptr; }
 context_t *watched(llama_memory_t memory) { return active() ? find_context(memory) : nullptr; }
 
+/// Contexts of another kind, or that share their cells with another one (MTP, EAGLE).
+template <typename P> auto is_special(const P &params, int) -> decltype(params.ctx_type, params.ctx_other, bool()) {
+    return params.ctx_type != decltype(params.ctx_type)(0) || params.ctx_other;
+}
+template <typename P> bool is_special(const P &, long) { return false; }
+
 /// Contexts of other kinds, and those that give embeddings of whole texts, are left alone.
 bool is_generating(const llama_context_params &params) {
     const bool pooled = params.pooling_type != LLAMA_POOLING_TYPE_NONE &&
                         params.pooling_type != LLAMA_POOLING_TYPE_UNSPECIFIED;
-    return !params.embeddings && !pooled && params.attention_type != LLAMA_ATTENTION_TYPE_NON_CAUSAL;
+    return !is_special(params, 0) && !params.embeddings && !pooled && params.attention_type != LLAMA_ATTENTION_TYPE_NON_CAUSAL;
 }
 
 /// Some engines bound the outputs, and want room for one a sequence.
@@ -37,12 +43,20 @@ template <typename P> void allow_outputs(P &, long) {}
 /// The parameters with one more sequence, through which the tier copies cells.
 llama_context_params with_scratch(llama_context_params params) {
     const bool together = params.kv_unified || params.n_seq_max <= 1;
-    if (together && params.n_seq_max < max_sequences) {
+    // The engine wants room for an output of each sequence in a batch.
+    const uint32_t batch = params.n_ctx != 0 ? std::min(params.n_batch, params.n_ctx) : params.n_batch;
+    if (together && params.n_seq_max < max_sequences && params.n_seq_max + 1 < batch) {
         params.n_seq_max = std::max(params.n_seq_max, 1u) + 1;
         params.kv_unified = true;
         allow_outputs(params, 0);
     }
     return params;
+}
+
+/// Calls a function of the engine that may call others which this library defines.
+template <typename F> auto unwatched(F &&call) {
+    const inside_scope scope;
+    return call();
 }
 
 /// The context, whose engine then holds all that the program decoded into a sequence; null = not watched.
@@ -81,7 +95,17 @@ KVTIER_RUN_EXPORT llama_model *llama_model_load_from_splits(const char **paths, 
     return made;
 }
 
+KVTIER_RUN_EXPORT llama_model *llama_model_load_from_file_ptr(FILE *file, llama_model_params params) {
+    llama_model *made = engine().llama_model_load_from_file_ptr(file, params);
+    forget_model(made);
+    return made;
+}
+
 KVTIER_RUN_EXPORT void llama_model_free(llama_model *model) {
+    if (active()) {
+        // Closing their tiers needs the model.
+        remove_contexts_of(model);
+    }
     forget_model(model);
     engine().llama_model_free(model);
 }
@@ -92,6 +116,17 @@ KVTIER_RUN_EXPORT llama_adapter_lora *llama_adapter_lora_init(llama_model *model
         note_lora(made, path);
     }
     return made;
+}
+
+KVTIER_RUN_EXPORT llama_adapter_lora *llama_adapter_lora_init_from_file_ptr(llama_model *model, FILE *file) {
+    llama_adapter_lora *made = engine().llama_adapter_lora_init_from_file_ptr(model, file);
+    forget_lora(made);
+    return made;
+}
+
+KVTIER_RUN_EXPORT void llama_adapter_lora_free(llama_adapter_lora *adapter) {
+    forget_lora(adapter);
+    engine().llama_adapter_lora_free(adapter);
 }
 
 KVTIER_RUN_EXPORT int32_t llama_set_adapters_lora(llama_context *ctx, llama_adapter_lora **adapters,
@@ -136,8 +171,8 @@ KVTIER_RUN_EXPORT llama_context *llama_init_from_model(llama_model *model, llama
         made = engine().llama_init_from_model(model, params);
     }
     if (made && engine().llama_get_memory(made)) {
-        const uint32_t scratch = wider.n_seq_max != params.n_seq_max;
-        add_context(made, wider, engine().llama_n_seq_max(made) - scratch);
+        const bool has_scratch = wider.n_seq_max != params.n_seq_max;
+        add_context(made, wider, engine().llama_n_seq_max(made) - has_scratch, has_scratch);
     }
     return made;
 }
@@ -255,7 +290,7 @@ KVTIER_RUN_EXPORT llama_token llama_sampler_sample(llama_sampler *smpl, llama_co
 KVTIER_RUN_EXPORT void llama_memory_clear(llama_memory_t mem, bool data) {
     context_t *of = watched(mem);
     if (of) {
-        of->leaving(-1);
+        of->leaving(-1, -1);
     }
     engine().llama_memory_clear(mem, data);
     if (of) {
@@ -267,7 +302,7 @@ KVTIER_RUN_EXPORT bool llama_memory_seq_rm(llama_memory_t mem, llama_seq_id seq_
                                            llama_pos p1) {
     context_t *of = watched(mem);
     if (of) {
-        of->leaving(seq_id);
+        of->leaving(seq_id, p0);
     }
     const bool done = engine().llama_memory_seq_rm(mem, seq_id, p0, p1);
     if (of && done) {
@@ -412,7 +447,7 @@ KVTIER_RUN_EXPORT size_t llama_state_seq_get_data_ext(llama_context *ctx, uint8_
 KVTIER_RUN_EXPORT size_t llama_state_seq_get_data(llama_context *ctx, uint8_t *dst, size_t size,
                                                   llama_seq_id seq_id) {
     context_t *of = settled(ctx, seq_id);
-    const size_t bytes = engine().llama_state_seq_get_data(ctx, dst, size, seq_id);
+    const size_t bytes = unwatched([&] { return engine().llama_state_seq_get_data(ctx, dst, size, seq_id); });
     if (of) {
         of->state_taken(seq_id, dst, bytes, 0);
     }
@@ -424,7 +459,7 @@ KVTIER_RUN_EXPORT size_t llama_state_seq_set_data_ext(llama_context *ctx, const 
                                                       llama_state_seq_flags flags) {
     context_t *of = watched(ctx);
     if (of) {
-        of->leaving(dest_seq_id);
+        of->leaving(dest_seq_id, -1);
     }
     const size_t bytes = engine().llama_state_seq_set_data_ext(ctx, src, size, dest_seq_id, flags);
     if (of) {
@@ -435,8 +470,12 @@ KVTIER_RUN_EXPORT size_t llama_state_seq_set_data_ext(llama_context *ctx, const 
 
 KVTIER_RUN_EXPORT size_t llama_state_seq_set_data(llama_context *ctx, const uint8_t *src, size_t size,
                                                   llama_seq_id dest_seq_id) {
-    const size_t bytes = engine().llama_state_seq_set_data(ctx, src, size, dest_seq_id);
-    if (context_t *of = watched(ctx)) {
+    context_t *of = watched(ctx);
+    if (of) {
+        of->leaving(dest_seq_id, -1);
+    }
+    const size_t bytes = unwatched([&] { return engine().llama_state_seq_set_data(ctx, src, size, dest_seq_id); });
+    if (of) {
         of->state_given(dest_seq_id, src, bytes, 0);
     }
     return bytes;

@@ -13,10 +13,18 @@ namespace {
 
 constexpr size_t max_overrides = 1024;
 
-std::mutex lock;
-std::unordered_map<const llama_model *, model_t> models;
-/// Text of each LoRA adapter: checksum and length of its file.
-std::unordered_map<const llama_adapter_lora *, std::string> loras;
+/// Never destroyed: objects of the program may be freed after those of this library.
+struct loaded_t {
+    std::mutex lock;
+    std::unordered_map<const llama_model *, model_t> models;
+    /// Text of each LoRA adapter: checksum and length of its file.
+    std::unordered_map<const llama_adapter_lora *, std::string> loras;
+};
+
+loaded_t &loaded() {
+    static auto *const made = new loaded_t;
+    return *made;
+}
 
 std::string text_of_sum(uint64_t sum, uint64_t bytes) {
     char text[64];
@@ -55,19 +63,19 @@ void note_model(const llama_model *model, const char *path, const llama_model_pa
         one.overrides.push_back(params.kv_overrides[i]);
     }
     one.overrides.push_back({});
-    const std::lock_guard<std::mutex> held(lock);
-    models[model] = std::move(one);
+    const std::lock_guard<std::mutex> held(loaded().lock);
+    loaded().models[model] = std::move(one);
 }
 
 void forget_model(const llama_model *model) {
-    const std::lock_guard<std::mutex> held(lock);
-    models.erase(model);
+    const std::lock_guard<std::mutex> held(loaded().lock);
+    loaded().models.erase(model);
 }
 
 bool find_model(const llama_model *model, model_t *out) {
-    const std::lock_guard<std::mutex> held(lock);
-    const auto found = models.find(model);
-    if (found == models.end()) {
+    const std::lock_guard<std::mutex> held(loaded().lock);
+    const auto found = loaded().models.find(model);
+    if (found == loaded().models.end()) {
         return false;
     }
     *out = found->second;
@@ -76,16 +84,21 @@ bool find_model(const llama_model *model, model_t *out) {
 
 void note_lora(const llama_adapter_lora *adapter, const char *path) {
     std::string text = path ? sum_of_file(path) : "";
-    const std::lock_guard<std::mutex> held(lock);
-    loras[adapter] = std::move(text);
+    const std::lock_guard<std::mutex> held(loaded().lock);
+    loaded().loras[adapter] = std::move(text);
+}
+
+void forget_lora(const llama_adapter_lora *adapter) {
+    const std::lock_guard<std::mutex> held(loaded().lock);
+    loaded().loras.erase(adapter);
 }
 
 bool describe_loras(llama_adapter_lora **adapters, size_t count, const float *scales, std::string *out) {
-    const std::lock_guard<std::mutex> held(lock);
+    const std::lock_guard<std::mutex> held(loaded().lock);
     out->clear();
     for (size_t i = 0; i < count; i++) {
-        const auto found = loras.find(adapters[i]);
-        if (found == loras.end() || found->second.empty()) {
+        const auto found = loaded().loras.find(adapters[i]);
+        if (found == loaded().loras.end() || found->second.empty()) {
             return false;
         }
         char scale[64];

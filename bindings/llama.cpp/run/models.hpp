@@ -21,6 +21,7 @@ void forget_model(const llama_model *model);
 bool find_model(const llama_model *model, model_t *out);
 
 void note_lora(const llama_adapter_lora *adapter, const char *path);
+void forget_lora(const llama_adapter_lora *adapter);
 /// Text of adapters and their scales; empty = none. False = one of them is unknown.
 bool describe_loras(llama_adapter_lora **adapters, size_t count, const float *scales, std::string *out);
 std::string describe_vector(const float *data, size_t count, int32_t width, int32_t first, int32_t last);

@@ -3,6 +3,7 @@
 #include "run/settings.hpp"
 #include "tier/tier.hpp"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <sstream>
 #include <unordered_map>
 #include <vector>
 
@@ -57,9 +59,25 @@ std::string obstacle() {
     return kvt_llama_check(&why) == KVT_OK ? "" : why.text;
 }
 
-/// Starts the program again without this library. Returns only if that fails.
-void start_without(char **arguments) {
-    unsetenv("LD_PRELOAD");
+/// LD_PRELOAD without this library.
+std::string other_preloads() {
+    Dl_info own{};
+    dladdr(reinterpret_cast<void *>(&other_preloads), &own);
+    const char *all = std::getenv("LD_PRELOAD");
+    std::string out;
+    std::istringstream parts(all ? all : "");
+    for (std::string part; std::getline(parts, part, ':');) {
+        if (own.dli_fname && part != own.dli_fname) {
+            out += (out.empty() ? "" : ":") + part;
+        }
+    }
+    return out;
+}
+
+/// Starts the program again without this library.
+[[noreturn]] void start_without(char **arguments) {
+    const std::string others = other_preloads();
+    others.empty() ? unsetenv("LD_PRELOAD") : setenv("LD_PRELOAD", others.c_str(), 1);
     unsetenv("KVTIER_RUN_STORE");
     char path[4096];
     const ssize_t length = readlink("/proc/self/exe", path, sizeof path - 1);
@@ -67,6 +85,8 @@ void start_without(char **arguments) {
         path[length] = 0;
         execv(path, arguments);
     }
+    warn("the program cannot be started again: start it without kvtier run");
+    _exit(127);
 }
 
 /// Programs without libllama, such as a shell that starts the server, are left alone.
@@ -79,7 +99,6 @@ __attribute__((constructor)) void start(int, char **arguments, char **) {
         warn(why + "; the program runs without kvtier");
         // Structs of another version have another size, so its functions must not pass through here.
         start_without(arguments);
-        return;
     }
     pthread_atfork(nullptr, nullptr, after_fork);
     on = true;
@@ -146,8 +165,8 @@ const kvt_store_t *store() {
     return the_store;
 }
 
-void add_context(llama_context *ctx, const llama_context_params &params, uint32_t sequences) {
-    auto made = std::make_unique<context_t>(ctx, params, sequences);
+void add_context(llama_context *ctx, const llama_context_params &params, uint32_t sequences, bool has_scratch) {
+    auto made = std::make_unique<context_t>(ctx, params, sequences, has_scratch);
     const std::lock_guard<std::mutex> held(contexts().lock);
     contexts().by_memory[engine().llama_get_memory(ctx)] = made.get();
     contexts().all[ctx] = std::move(made);
@@ -162,6 +181,21 @@ void remove_context(llama_context *ctx) {
         gone = std::move(found->second);
         contexts().all.erase(found);
         contexts().by_memory.erase(engine().llama_get_memory(ctx));
+    }
+}
+
+void remove_contexts_of(const llama_model *model) {
+    std::vector<llama_context *> theirs;
+    {
+        const std::lock_guard<std::mutex> held(contexts().lock);
+        for (const auto &one : contexts().all) {
+            if (llama_get_model(one.first) == model) {
+                theirs.push_back(const_cast<llama_context *>(one.first));
+            }
+        }
+    }
+    for (llama_context *one : theirs) {
+        remove_context(one);
     }
 }
 

@@ -50,6 +50,8 @@ void context_t::open_tier() {
     }
     const std::string adapters = key();
     model.params.kv_overrides = model.overrides.data();
+    // Without an own scratch sequence the last one is the program's.
+    opts.scratch_seq = has_scratch ? 0 : -1;
     opts.model_path = model.path.c_str();
     opts.model_params = &model.params;
     opts.params = &params;

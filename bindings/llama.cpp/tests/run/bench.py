@@ -25,7 +25,8 @@ import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 START_S = ANSWER_S = 600
-LONG, SHARED = 4000, 1000
+# Tokens of the long conversation; of a shared prompt, and of each user's own part of it.
+LONG, SHARED, OWN = 4000, 1000, 300
 
 
 def free_port():
@@ -73,7 +74,7 @@ class Server:
 
 
 def store(folder, host="1GiB", disk="8GiB"):
-    return f'store(host={host}, disk=disk(path="{folder}/kv", bytes={disk}))'
+    return f'store(host={host}, inline=32MiB, disk=disk(path="{folder}/kv", bytes={disk}))'
 
 
 def texts():
@@ -113,7 +114,7 @@ def users(options, folder):
     arguments = ["-c", "4096", "-np", "1"]
     server = Server(options, arguments)
     shared = tokens_of(server, SHARED)
-    mib = 24 * options.kv_bytes * (SHARED + 300) * 3 // (24 << 20) + 1
+    mib = options.kv_bytes * (SHARED + OWN + 100) * 3 // (1 << 20) + 1
     server.stop()
     seconds = {}
     for turn in range(options.pairs):
@@ -124,7 +125,7 @@ def users(options, folder):
             if spec:
                 os.mkdir(place)
             server = Server(options, arguments + own, spec)
-            histories = [shared + [2000 + user * 50 + i for i in range(50)] for user in range(10)]
+            histories = [shared + [2000 + user * OWN + i for i in range(OWN)] for user in range(10)]
             start = time.monotonic()
             for question in range(3):
                 for user in range(10):

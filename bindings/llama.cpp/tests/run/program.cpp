@@ -1,6 +1,7 @@
 // An unmodified program for the tests of `kvtier run`: it uses llama.h only.
 //
-//   run-program MODEL [--old] [--apart] [--batch TOKENS] [--cells TOKENS] [--pause SCENARIO] SCENARIO...
+//   run-program MODEL [--old] [--apart] [--batch TOKENS] [--cells TOKENS] [--limit TOKENS] [--pause SCENARIO]
+//               SCENARIO...
 //
 // Each scenario prints lines `NAME HASH`, with a hash of the logits, for the driver to compare with those of
 // a run without kvtier. Prompts are decoded in batches of `--batch` tokens (32), which is the length of a
@@ -8,6 +9,7 @@
 //
 //   --old     llama_decode with a llama_batch, as most programs; otherwise llama_process, where there is one
 //   --apart   each sequence has cells of its own
+//   --limit   n_batch and n_ubatch of the context
 //   --pause   prints `paused` after that scenario, and waits to be killed
 #include <llama.h>
 
@@ -30,7 +32,7 @@ using tokens_t = std::vector<llama_token>;
 struct options_t {
     const char *model = nullptr;
     bool old = false, apart = false;
-    int batch = 32, cells = 2048;
+    int batch = 32, cells = 2048, limit = 512;
     std::string pause;
     std::vector<std::string> scenarios;
 };
@@ -58,8 +60,7 @@ public:
         }
         llama_context_params params = llama_context_default_params();
         params.n_ctx = uint32_t(options.cells);
-        params.n_batch = 512;
-        params.n_ubatch = 512;
+        params.n_batch = params.n_ubatch = uint32_t(options.limit);
         params.n_seq_max = 4;
         params.kv_unified = !options.apart;
         params.n_threads = params.n_threads_batch = 1;
@@ -388,6 +389,8 @@ options_t read(int argc, char **argv) {
             out.batch = std::atoi(argv[++i]);
         } else if (word == "--cells" && i + 1 < argc) {
             out.cells = std::atoi(argv[++i]);
+        } else if (word == "--limit" && i + 1 < argc) {
+            out.limit = std::atoi(argv[++i]);
         } else if (word == "--pause" && i + 1 < argc) {
             out.pause = argv[++i];
         } else if (!out.model) {

@@ -204,6 +204,21 @@ def images_are_restored_with_the_text_after_them(bench):
             expect(run.restored() == 3 * 184, f"{name} {more}: the second run restores", run)
 
 
+def a_program_that_opens_libllama_itself_is_left_alone(bench):
+    environment = {**os.environ, "LD_PRELOAD": bench.options.library, "KVTIER_RUN_STORE": "store(host=1MiB)",
+                   "LD_LIBRARY_PATH": os.path.dirname(bench.options.libllama)}
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "opened.py")
+    done = subprocess.run([sys.executable, script, bench.options.libllama], env=environment, capture_output=True,
+                          text=True, timeout=RUN_SECONDS, check=False)
+    expect((done.returncode, done.stdout) == (0, "opened\n"), f"it ends well: {done.returncode} {done.stderr}")
+
+
+def small_batches_are_left_alone(bench):
+    for name, path in bench.models("tiny-llama-f16"):
+        plain = bench.plain(path, "--limit", "4", "--batch", "4", "prompt")
+        same(bench, bench.run(path, "--limit", "4", "--batch", "4", "prompt", disk=name), plain, name)
+
+
 def machines_share_a_remote(bench):
     for name, path in bench.models("tiny-llama-f16", "tiny-hybrid"):
         plain = bench.plain(path, *ALL)
@@ -219,7 +234,8 @@ CASES = {one.__name__: one for one in (
     a_second_run_restores_and_computes_the_same_bits, large_batches_are_cut_for_states_and_windows,
     a_full_context_is_left_to_the_program, a_killed_program_left_whole_chunks, a_forked_child_is_left_alone,
     keys_keep_models_and_tenants_apart, obstacles_are_told_and_the_program_goes_on, a_small_store_evicts, machines_share_a_remote,
-    images_are_restored_with_the_text_after_them)}
+    images_are_restored_with_the_text_after_them, a_program_that_opens_libllama_itself_is_left_alone,
+    small_batches_are_left_alone)}
 
 
 @contextlib.contextmanager
@@ -234,7 +250,7 @@ def folder():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=CASES)
-    for name in ("program", "library", "models", "other-version", "missing-symbol"):
+    for name in ("program", "library", "models", "other-version", "missing-symbol", "libllama"):
         parser.add_argument("--" + name, required=True)
     options = parser.parse_args()
     with folder() as path:
