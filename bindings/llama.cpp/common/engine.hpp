@@ -11,7 +11,35 @@
 #error "kvtier supports LLAMA_STATE_SEQ_VERSION 2 to 4: use a newer kvtier, or one for the older engine"
 #endif
 
+// Functions that not all engines declare, or not in the installed header. The library of `kvtier run` defines
+// them in the engine's place.
+#include <cstdio>
+
+extern "C" llama_adapter_lora *llama_adapter_lora_init_from_file_ptr(llama_model *model, FILE *file);
+enum llama_decision_order : int;
+void llama_set_embeddings_nextn(llama_context *ctx, bool value, bool masked);
+float *llama_get_embeddings_nextn_ith(llama_context *ctx, int32_t i);
+void llama_set_embeddings_layer_inp(llama_context *ctx, uint32_t layer, bool value);
+#ifdef KVTIER_LLAMA_BATCH_EXT
+bool llama_batch_ext_set_decision_order(llama_batch_ext *batch, int32_t at, llama_decision_order order);
+#endif
+
 namespace kvtier_llama {
+
+/// Some engines bound the outputs of a context, and want room for one a sequence.
+template <typename params_t> auto allow_outputs(params_t &params, int) -> decltype(void(params.n_outputs_max)) {
+    if (params.n_outputs_max != 0 && params.n_outputs_max < params.n_seq_max) {
+        params.n_outputs_max = params.n_seq_max;
+    }
+}
+template <typename params_t> void allow_outputs(params_t &, long) {}
+
+/// Contexts of another kind, or that share their cells with another one (MTP, EAGLE).
+template <typename params_t>
+auto shares_cells(const params_t &params, int) -> decltype(params.ctx_type, params.ctx_other, bool()) {
+    return params.ctx_type != decltype(params.ctx_type)(0) || params.ctx_other;
+}
+template <typename params_t> bool shares_cells(const params_t &, long) { return false; }
 
 /// The reader of states gives the tensors that rows go to, so that the store can copy into them.
 #define KVTIER_LLAMA_TENSOR_READER (LLAMA_STATE_SEQ_VERSION >= 4)

@@ -2,18 +2,9 @@
 // engine versions only.
 #pragma once
 
-#include <llama.h>
+#include "common/engine.hpp"
 
 #include <string>
-
-// Not in the installed header, and not extern "C".
-enum llama_decision_order : int;
-void llama_set_embeddings_nextn(llama_context *ctx, bool value, bool masked);
-float *llama_get_embeddings_nextn_ith(llama_context *ctx, int32_t i);
-void llama_set_embeddings_layer_inp(llama_context *ctx, uint32_t layer, bool value);
-#ifdef KVTIER_LLAMA_BATCH_EXT
-bool llama_batch_ext_set_decision_order(llama_batch_ext *batch, int32_t at, llama_decision_order order);
-#endif
 
 // Programs may still call functions that the engine deprecates.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"

@@ -19,26 +19,12 @@ constexpr uint32_t max_sequences = 256;
 context_t *watched(const llama_context *ctx) { return active() ? find_context(ctx) : nullptr; }
 context_t *watched(llama_memory_t memory) { return active() ? find_context(memory) : nullptr; }
 
-/// Contexts of another kind, or that share their cells with another one (MTP, EAGLE).
-template <typename P> auto is_special(const P &params, int) -> decltype(params.ctx_type, params.ctx_other, bool()) {
-    return params.ctx_type != decltype(params.ctx_type)(0) || params.ctx_other;
-}
-template <typename P> bool is_special(const P &, long) { return false; }
-
 /// Contexts of other kinds, and those that give embeddings of whole texts, are left alone.
 bool is_generating(const llama_context_params &params) {
     const bool pooled = params.pooling_type != LLAMA_POOLING_TYPE_NONE &&
                         params.pooling_type != LLAMA_POOLING_TYPE_UNSPECIFIED;
-    return !is_special(params, 0) && !params.embeddings && !pooled && params.attention_type != LLAMA_ATTENTION_TYPE_NON_CAUSAL;
+    return !kvtier_llama::shares_cells(params, 0) && !params.embeddings && !pooled && params.attention_type != LLAMA_ATTENTION_TYPE_NON_CAUSAL;
 }
-
-/// Some engines bound the outputs, and want room for one a sequence.
-template <typename P> auto allow_outputs(P &params, int) -> decltype(void(params.n_outputs_max)) {
-    if (params.n_outputs_max != 0) {
-        params.n_outputs_max = std::max(params.n_outputs_max, params.n_seq_max);
-    }
-}
-template <typename P> void allow_outputs(P &, long) {}
 
 /// The parameters with one more sequence, through which the tier copies cells.
 llama_context_params with_scratch(llama_context_params params) {
@@ -48,7 +34,7 @@ llama_context_params with_scratch(llama_context_params params) {
     if (together && params.n_seq_max < max_sequences && params.n_seq_max + 1 < batch) {
         params.n_seq_max = std::max(params.n_seq_max, 1u) + 1;
         params.kv_unified = true;
-        allow_outputs(params, 0);
+        kvtier_llama::allow_outputs(params, 0);
     }
     return params;
 }
