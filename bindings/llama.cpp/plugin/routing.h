@@ -1,7 +1,7 @@
 // What the routers of a model chose, and what they are expected to choose next.
 //
 // The hidden state changes little from one layer to the next. So the router of the next layer, applied to
-// this layer's hidden state, names most of the experts that it will choose. Those that are not in memory
+// this layer's hidden state, names most of the experts that it will choose. Experts that are not in memory
 // are read while this layer's experts and the next layer's attention are computed. The share of these reads
 // that were needed is measured for each rank of the prediction; a rank that wastes too much is not read.
 #ifndef KVTIER_PLUGIN_ROUTING_H

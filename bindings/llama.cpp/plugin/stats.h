@@ -14,7 +14,8 @@ namespace kvtier_plugin {
 class Totals {
 public:
     std::atomic<uint64_t> graphs{0}, streamed_graphs{0}, runs{0}, materialised{0};
-    // Experts that layers used, each once for a batch; reads for guesses, and those that were needed.
+    // Experts that layers used, each once for a batch; reads of predicted experts, and how many of these
+    // experts were used.
     std::atomic<uint64_t> expert_uses{0}, guessed_reads{0}, guessed_needed{0};
     // Now, and at most so far.
     std::atomic<uint64_t> kv_bytes{0}, compute_bytes{0}, other_bytes{0};

@@ -115,7 +115,7 @@ public:
     bool lease_units(const std::vector<uint32_t> & units, std::string & why);
     bool has(uint32_t unit) const { return leases_.count(unit) != 0; }
     const char * address(uint32_t unit) const;
-    // Loads these experts ahead of their use, as far as slots are free; keeps those that are loaded.
+    // Loads experts ahead of their use, as far as slots are free; keeps the ones of them that are loaded.
     void hint_experts(const std::vector<uint32_t> & units);
     // Leases an expert beside other units; it is released with them, or by release_experts.
     Leased lease_expert(uint32_t unit, bool waits, std::string & why);

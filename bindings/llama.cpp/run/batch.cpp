@@ -1,4 +1,4 @@
-// Reads batches of the program, and builds those that replace them.
+// Reads batches of the program, and builds the batches that replace them.
 #include "run/batch.hpp"
 
 #include <algorithm>

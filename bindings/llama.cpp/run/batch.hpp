@@ -61,7 +61,7 @@ void record_sequence(const llama_batch_ext *batch, int32_t at, llama_seq_id sequ
 void record_position(const llama_batch_ext *batch, int32_t at, const llama_pos *pos);
 void record_output(const llama_batch_ext *batch, int32_t at, bool value);
 void record_special(const llama_batch_ext *batch);
-/// Null = made by nobody that this library saw.
+/// The copy of a batch; null = the batch was made before this library was active.
 const batch_t *recorded(const llama_batch_ext *batch);
 #endif
 

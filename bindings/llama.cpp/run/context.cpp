@@ -16,7 +16,6 @@ constexpr size_t min_restored = 32;
 /// Batches with fewer new tokens are not cut for the sake of recurrent states.
 constexpr size_t min_cut = 64;
 
-constexpr uint32_t special_outputs = special_embeddings | special_layers | special_next;
 constexpr uint32_t special_cells = special_attention | special_warmup;
 
 } // namespace
@@ -78,14 +77,18 @@ void context_t::check(const runs_t &runs) {
 
 /// Makes the engine hold no more of a sequence than the first tokens.
 void context_t::rewind(llama_seq_id seq, size_t tokens) {
-    sequence_t &has = known[seq];
-    if (has.engine <= tokens) {
-        return;
+    if (known[seq].engine > tokens) {
+        remove_after(seq, tokens);
     }
+}
+
+/// Removes the engine's cells after the first tokens, or all cells if it cannot continue from there.
+void context_t::remove_after(llama_seq_id seq, size_t tokens) {
+    sequence_t &has = known[seq];
     const llama_pos end = has.prompt().position(tokens);
     const llama_pos window = llama_model_n_swa(llama_get_model(ctx));
     const bool removed = engine().llama_memory_seq_rm(memory, seq, end, -1);
-    // Windows have forgotten cells that the new end needs, if they were further.
+    // A window that had moved on has forgotten cells that the new end needs.
     const llama_pos first = engine().llama_memory_seq_pos_min(memory, seq);
     if (removed && (window <= 0 || tokens == 0 || (first >= 0 && first <= std::max(0, end - window)))) {
         has.engine = tokens;
@@ -288,14 +291,13 @@ void context_t::decoded(const batch_t &batch, const runs_t &runs) {
     }
 }
 
-/// After a decode that failed: the engine keeps no cells that are not known.
+/// After a failed decode: removes cells that the engine holds and the record of the sequence lacks.
 void context_t::failed(const runs_t &runs) {
     for (const auto &one : runs) {
         sequence_t &has = known[one.first];
         const llama_pos real = engine().llama_memory_seq_pos_max(memory, one.first) + 1;
         if (!has.unknown && real > has.prompt().end_position(has.engine)) {
-            const size_t engine_tokens = has.engine++;
-            rewind(one.first, engine_tokens);
+            remove_after(one.first, has.engine);
         }
     }
 }

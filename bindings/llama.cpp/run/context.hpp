@@ -33,7 +33,7 @@ struct sequence_t {
     size_t engine = 0, program = 0;
     /// The text does not describe the cells. Ends when the sequence is empty.
     bool unknown = false;
-    /// By the index of their first token. Those that the engine holds may be missing.
+    /// Embeddings of media, by the index of their first token. Media that the engine holds may have none.
     std::map<size_t, embeddings_t> embeddings;
 
     kvtier_llama::prompt_t prompt() const { return text.prompt(); }
@@ -110,7 +110,6 @@ public:
 
     /// The last and the first position as the program knows them; `real` is the engine's.
     llama_pos last_position(llama_seq_id seq, llama_pos real) const;
-
     llama_pos first_position(llama_seq_id seq, llama_pos real) const;
 
     bool changes_loras(bool known, const std::string &text) const;
@@ -133,6 +132,7 @@ private:
     bool as_given(const runs_t &runs) const;
     void attach(llama_seq_id seq, const run_t &run, size_t limit);
     void rewind(llama_seq_id seq, size_t tokens);
+    void remove_after(llama_seq_id seq, size_t tokens);
     std::vector<size_t> cuts(llama_seq_id seq, const run_t &run) const;
     int32_t decode_media(const batch_t &batch, const runs_t &runs, const decode_t &as_it_is);
     bool add_media(llama_seq_id seq, const batch_t &batch);

@@ -1,5 +1,4 @@
-// The engine's own functions behind those that this library defines, and the functions that exist in some
-// engine versions only.
+// The functions of the loaded engine. This library defines functions of the same names, which programs call.
 #pragma once
 
 #include "common/engine.hpp"

@@ -19,7 +19,8 @@ constexpr uint32_t max_sequences = 256;
 context_t *watched(const llama_context *ctx) { return active() ? find_context(ctx) : nullptr; }
 context_t *watched(llama_memory_t memory) { return active() ? find_context(memory) : nullptr; }
 
-/// Contexts of other kinds, and those that give embeddings of whole texts, are left alone.
+/// Tells whether a context generates text. Contexts that give embeddings of whole texts, and contexts of other
+/// kinds, are not watched.
 bool is_generating(const llama_context_params &params) {
     const bool pooled = params.pooling_type != LLAMA_POOLING_TYPE_NONE &&
                         params.pooling_type != LLAMA_POOLING_TYPE_UNSPECIFIED;

@@ -1,3 +1,4 @@
+// Remembers the files of the models and adapters that the program loaded.
 #include "run/models.hpp"
 
 #include <kvtier/kvtier.h>

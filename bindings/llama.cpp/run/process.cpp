@@ -1,3 +1,4 @@
+// Starts and stops this library in a process; opens the store; finds the record of a context.
 #include "run/process.hpp"
 
 #include "run/settings.hpp"

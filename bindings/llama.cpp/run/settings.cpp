@@ -1,3 +1,4 @@
+// Reads the environment variables of `kvtier run`.
 #include "run/settings.hpp"
 
 #include <cstdio>

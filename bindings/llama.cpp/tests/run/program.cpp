@@ -357,6 +357,21 @@ void image(program_t &of) {
     }
 }
 
+/// A control vector: KV that was computed with it must not be restored without it, nor the reverse.
+void vector(program_t &of) {
+    const llama_model *model = llama_get_model(of.context());
+    const int32_t width = llama_model_n_embd(model), layers = llama_model_n_layer(model);
+    const std::vector<float> values(size_t(width) * size_t(layers), 0.25f);
+    for (const bool on : {false, true, false}) {
+        llama_memory_clear(of.cells(), true);
+        const float *data = on ? values.data() : nullptr;
+        if (llama_set_adapter_cvec(of.context(), data, on ? values.size() : 0, width, 1, layers) != 0) {
+            stop("the control vector is refused");
+        }
+        of.prompt(on ? "with" : "without", 0, of.text(91, 128), 0);
+    }
+}
+
 /// A child of the program, and what the program does after it.
 void fork_it(program_t &of) {
     llama_memory_clear(of.cells(), true);
@@ -374,7 +389,7 @@ void fork_it(program_t &of) {
 
 const std::map<std::string, scenario_t> scenarios = {
     {"prompt", prompt}, {"branch", branch}, {"turns", turns}, {"together", together},
-    {"cells", cells},   {"full", full},     {"fork", fork_it}, {"image", image},
+    {"cells", cells},   {"full", full},     {"fork", fork_it}, {"image", image}, {"vector", vector},
 };
 
 options_t read(int argc, char **argv) {

@@ -219,6 +219,18 @@ def small_batches_are_left_alone(bench):
         same(bench, bench.run(path, "--limit", "4", "--batch", "4", "prompt", disk=name), plain, name)
 
 
+def a_control_vector_has_kv_of_its_own(bench):
+    for name, path in bench.models("tiny-llama-f16"):
+        plain = bench.plain(path, "vector")
+        sums = [line.split()[1] for line in plain.lines]
+        expect(sums[0] == sums[2] != sums[1], "the vector changes the logits", plain)
+        for _ in range(2):
+            run = bench.run(path, "vector", disk=name)
+            same(bench, run, plain, name)
+        # 96 tokens of each prompt: the last batch has an output.
+        expect(run.restored() == 3 * 96, "each prompt is restored from KV of its own", run)
+
+
 def machines_share_a_remote(bench):
     for name, path in bench.models("tiny-llama-f16", "tiny-hybrid"):
         plain = bench.plain(path, *ALL)
@@ -235,7 +247,7 @@ CASES = {one.__name__: one for one in (
     a_full_context_is_left_to_the_program, a_killed_program_left_whole_chunks, a_forked_child_is_left_alone,
     keys_keep_models_and_tenants_apart, obstacles_are_told_and_the_program_goes_on, a_small_store_evicts, machines_share_a_remote,
     images_are_restored_with_the_text_after_them, a_program_that_opens_libllama_itself_is_left_alone,
-    small_batches_are_left_alone)}
+    small_batches_are_left_alone, a_control_vector_has_kv_of_its_own)}
 
 
 @contextlib.contextmanager
