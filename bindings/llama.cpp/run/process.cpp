@@ -29,7 +29,7 @@ kvt_store_t *the_store = nullptr;
 kvt_runtime_t *the_runtime = nullptr;
 bool store_tried = false;
 
-/// Credentials of a remote, and the variables that have them, as of the tool.
+/// Credentials of a remote, and the variables in which `kvtier run` passes them.
 constexpr const char *credentials[][2] = {
     {"password", "KVTIER_REMOTE_PASSWORD"},   {"s3.key", "KVTIER_REMOTE_S3_KEY"},
     {"s3.secret", "KVTIER_REMOTE_S3_SECRET"}, {"s3.token", "KVTIER_REMOTE_S3_TOKEN"},

@@ -1,6 +1,7 @@
 //! The argument `--remote` of commands: `redis://HOST[:PORT]`, `dir:PATH`, or a remote of a
 //! store's spec.
 
+use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::sync::Arc;
 
@@ -103,6 +104,15 @@ impl RemoteTarget {
     /// The spec, which contains no secrets.
     pub fn words(&self) -> String {
         self.spec.to_string()
+    }
+
+    /// The secrets that were found, each with the first variable that is read for it.
+    pub fn variables(&self) -> Vec<(&'static str, OsString)> {
+        let one = |(name, places): (&str, &'static [&'static str])| {
+            let secret = self.secrets.get(name)?;
+            Some((places[0], OsString::from_vec(secret.bytes().to_vec())))
+        };
+        ENVIRONMENT.into_iter().filter_map(one).collect()
     }
 
     /// The spec of a store with this remote. Opening the store fails if the remote does not answer.

@@ -67,7 +67,8 @@ pub struct Args {
 /// Replaces this process by the program.
 pub fn run(args: &Args) -> Outcome<()> {
     let library = library(args.library.as_deref())?;
-    let store = store(args)?;
+    let remote = args.remote.as_deref().map(RemoteTarget::read).transpose()?;
+    let store = store(args, remote.as_ref())?;
     let program = found(Path::new(&args.program[0]))?;
     if is_static(&program) {
         return Err(format!(
@@ -85,6 +86,9 @@ pub fn run(args: &Args) -> Outcome<()> {
     let mut command = Command::new(&program);
     command.args(&args.program[1..]).env("LD_PRELOAD", preload).env("KVTIER_RUN_STORE", store);
     command.env("KVTIER_RUN_QUIET", if args.quiet { "1" } else { "0" });
+    if let Some(remote) = &remote {
+        command.envs(remote.variables());
+    }
     if let Some(salt) = &args.salt {
         command.env("KVTIER_RUN_SALT", salt);
     }
@@ -95,10 +99,10 @@ pub fn run(args: &Args) -> Outcome<()> {
 }
 
 /// The spec of the store, which the library opens in the program.
-fn store(args: &Args) -> Outcome<String> {
+fn store(args: &Args, remote: Option<&RemoteTarget>) -> Outcome<String> {
     let spec = match &args.store {
         Some(text) => text.clone(),
-        None => from_options(args)?.to_string(),
+        None => from_options(args, remote)?.to_string(),
     };
     spec::check(&spec).map_err(|error| format!("the store's spec {spec}: {error}"))?;
     if spec.len() > MAX_SPEC_BYTES {
@@ -107,7 +111,7 @@ fn store(args: &Args) -> Outcome<String> {
     Ok(spec)
 }
 
-fn from_options(args: &Args) -> Outcome<Spec> {
+fn from_options(args: &Args, remote: Option<&RemoteTarget>) -> Outcome<Spec> {
     let arg = |key: &str, value| Arg { key: key.to_string(), value, offset: 0 };
     // The engine waits for what it restores: its own thread copies it, which no other thread is woken for.
     let inline = number(INLINE_BYTES as f64);
@@ -129,8 +133,8 @@ fn from_options(args: &Args) -> Outcome<Spec> {
     if let Some(policy) = &args.policy {
         all.push(arg("policy", Value::Spec(Spec::parse(policy)?)));
     }
-    if let Some(remote) = &args.remote {
-        let remote = Spec::parse(&RemoteTarget::read(remote)?.words())?;
+    if let Some(remote) = remote {
+        let remote = Spec::parse(&remote.words())?;
         all.push(arg("remote", Value::Spec(remote)));
     }
     Ok(Spec { name: "store".to_string(), args: all, offset: 0 })

@@ -80,6 +80,23 @@ fn the_program_gets_the_store_and_the_library() {
 }
 
 #[test]
+#[cfg(feature = "s3")]
+fn keys_of_s3_tools_reach_the_library() {
+    let scratch = Scratch::created("run-keys");
+    let library = library(&scratch);
+    let remote = "s3(url=\"http://127.0.0.1:1\",bucket=\"kv\")";
+    let output = Command::new(env!("CARGO_BIN_EXE_kvtier"))
+        .args(["run", "--library", &library, "--remote", remote, "--", "env"])
+        .env("AWS_ACCESS_KEY_ID", "a key")
+        .env("AWS_SECRET_ACCESS_KEY", "a secret")
+        .output()
+        .expect("it starts");
+    let out = String::from_utf8(output.stdout).expect("text");
+    assert!(out.contains("KVTIER_REMOTE_S3_KEY=a key\n"), "{out}");
+    assert!(out.contains("KVTIER_REMOTE_S3_SECRET=a secret\n"), "{out}");
+}
+
+#[test]
 fn the_exit_status_is_the_programs() {
     let scratch = Scratch::created("run-status");
     let library = library(&scratch);
