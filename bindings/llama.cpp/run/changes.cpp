@@ -123,7 +123,7 @@ void context_t::copied(llama_seq_id from, llama_seq_id to, llama_pos first, llam
     const sequence_t &target = known[to];
     const kvtier_llama::prompt_t text = source.prompt();
     const bool whole = first <= 0 && (end < 0 || end >= text.end_position(text.count));
-    if (source.unknown || target.unknown || target.engine != 0 || !whole) {
+    if (source.unknown || target.unknown || target.engine != 0 || target.program != 0 || !whole) {
         changed(to);
         return;
     }
