@@ -18,8 +18,8 @@ struct Settings {
     std::string directory;
     // KVTIER_SPILL=1: always write weights there.
     bool spills = false;
-    // KVTIER_RING: slots for streamed layers, 2 to 64.
-    uint32_t slots = 2;
+    // KVTIER_RING: slots for streamed layers, 2 to 64; 0 = 3 where there is plenty of memory, else 2.
+    uint32_t slots = 0;
     // KVTIER_UNDER: the device that computes.
     std::string inner = "CPU";
     // KVTIER_THREADS: threads that compute, 1 to 512; 0 = as the engine says.

@@ -175,6 +175,13 @@ bool table_expert_terms(const kvt_model_t * table, const std::vector<Unit> & uni
 }
 
 // Finds the least memory by bisection of plans.
+uint32_t table_slots(const kvt_model_t * table, uint64_t bytes) {
+    // With a third slot one layer is read while another waits. Slots do not shrink for later contexts, so
+    // that it takes nothing that those could need.
+    const uint32_t more = LEAST_SLOTS + 1;
+    return plan_status(table, table_terms(more), bytes / 2, nullptr, nullptr) == KVT_OK ? more : LEAST_SLOTS;
+}
+
 bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std::string & why) {
     constexpr uint64_t TOLERANCE_BYTES = 4096;
     kvt_model_info_t info = KVT_MODEL_INFO_INIT;

@@ -249,7 +249,7 @@ bool Weights::classify(ggml_tensor * const * tensors, int count, std::string & w
         return true;
     }
     return table_open(*source_, units_, &table_, why) &&
-           table_floor(table_, settings().slots, floor_bytes_, why);
+           table_floor(table_, std::max(settings().slots, LEAST_SLOTS), floor_bytes_, why);
 }
 
 uint64_t Weights::resident_size(const Record & record) {
@@ -453,12 +453,12 @@ bool Weights::open_stream(std::string & why) {
     }
     memory->unreserve(reserved_bytes_);
     reserved_bytes_ = 0;
-    kvt_stream_terms_t terms = table_terms(settings().slots);
+    const uint64_t bytes = memory->report().free_bytes;
+    kvt_stream_terms_t terms = table_terms(settings().slots > 0 ? settings().slots : table_slots(table_, bytes));
     const bool has_experts = std::any_of(units_.begin(), units_.end(),
                                          [](const Unit & unit) { return unit.expert != KVT_NONE; });
     if (has_experts) {
         const uint32_t used = source_->experts_used();
-        const uint64_t bytes = memory->report().free_bytes;
         kvt_stream_terms_t first = terms;
         if (!table_expert_terms(table_, units_, used, bytes, first)) {
             source_->drop_cache();

@@ -72,6 +72,10 @@ enum class Leased { ready, not_loaded, failed };
 
 // Describes the units to kvtier as a model; fills in `at` of the records.
 bool table_open(const Source & source, std::vector<Unit> & units, kvt_model_t ** out, std::string & why);
+// Slots for streamed layers.
+constexpr uint32_t LEAST_SLOTS = 2;
+// The number of slots that suits this much memory.
+uint32_t table_slots(const kvt_model_t * table, uint64_t bytes);
 // The least memory in which the model can be streamed.
 bool table_floor(const kvt_model_t * table, uint32_t slots, uint64_t & out, std::string & why);
 // Tells whether these tensors are a model's weights, with layers, rather than KV or an adapter.
