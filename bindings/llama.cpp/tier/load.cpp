@@ -295,7 +295,11 @@ size_t attach_prefix(tier_t &tier, request &of) {
         if (!tail && to <= of.keep) {
             break;
         }
-        const bool from_start = tier.scratch < 0 || tier.shape.has_states() || tier.shape.has_windows();
+        // A state replaces the one before it, so that nothing has to be removed from a sequence that grows.
+        const size_t held = tier.sequences[of.seq].tokens.size();
+        const bool grows = of.keep == held && full_chunks(tier, held) == held;
+        const bool from_start =
+            tier.scratch < 0 || (tier.shape.has_states() && !grows) || tier.shape.has_windows();
         const size_t keep = from_start ? 0 : std::min(full_chunks(tier, of.keep), to);
         of.keep = truncate_to(tier, of, keep) ? keep : 0;
         of.out->host_tokens = of.out->disk_tokens = 0;

@@ -120,6 +120,17 @@ void reopened_store_restores_prefixes(const test_model &m, const variant &v) {
         const logits_t with_tier = continue_decode(v, one.ctx, seq, whole, at.reused_tokens);
         check_logits(v, "restart", with_tier, reference(m, v, whole, last, whole), exact);
     }
+    if (has_scratch_seq(v) && !m.has_windows) {
+        open_context one(m, v, &dir.path);
+        const size_t part = m.has_states ? v.config.n_batch : last / 64 * 32;
+        tokens_t first(whole.begin(), whole.begin() + part + 1);
+        CHECK(attach(one.tier, 0, first).reused_tokens == part);
+        const kvt_llama_attached_t at = attach(one.tier, 0, whole);
+        CHECK(at.refused == KVT_OK && at.reused_tokens == last);
+        CHECK(at.kept_tokens == part && at.disk_tokens == last - part);
+        const logits_t with_tier = continue_decode(v, one.ctx, 0, whole, at.reused_tokens);
+        check_logits(v, "in two parts", with_tier, reference(m, v, whole, last, whole), exact);
+    }
     {
         open_context one(m, v, &dir.path);
         const kvt_llama_attached_t at = attach(one.tier, 0, other);
