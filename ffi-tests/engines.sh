@@ -3,8 +3,9 @@
 #
 #   ffi-tests/engines.sh PREBUILT WORK [--bench] [ENGINE...]
 #
-# ENGINE is lmdeploy, vllm, sglang, transformers or mooncake; default: all. PREBUILT has
-# lib/libkvtier.so (see cmake/build.sh). WORK gets a virtual environment (8 GB) with torch,
+# ENGINE is llama.cpp, lmdeploy, vllm, sglang, transformers or mooncake; default: all. PREBUILT has
+# lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified llama-server, built in WORK/../llama; the
+# others are Python packages. For them WORK gets a virtual environment (8 GB) with torch,
 # transformers and the engines' wheels, without their dependencies: only their interfaces are used.
 # KVTIER_ENGINES_PYTHON names an interpreter that has all of them. With --bench the bench scripts
 # run, too, and print one line per result, JSON or text; Mooncake's script has lmdeploy's results. A
@@ -15,15 +16,25 @@ work=${2:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
 shift 2
 bench=""
 if [ "${1:-}" = --bench ]; then bench=1 && shift; fi
-known="lmdeploy vllm sglang transformers mooncake"
+known="llama.cpp lmdeploy vllm sglang transformers mooncake"
 engines=${*:-$known}
 for engine in $engines; do
     case " $known " in *" $engine "*) ;; *) echo "unknown engine '$engine': use $known" && exit 2 ;; esac
 done
+case " $engines " in
+    *" llama.cpp "*) with_server=1 engines=$(echo " $engines " | sed 's/ llama\.cpp / /') ;;
+    *) with_server="" ;;
+esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 prebuilt=$(cd "$prebuilt" && pwd) || exit 1
 mkdir -p "$work" && work=$(cd "$work" && pwd) || exit 1
 unset KVTIER_LIBRARY PYTHONPATH
+failed=0
+if [ -n "$with_server" ]; then
+    echo "--- llama.cpp, an unmodified llama-server"
+    "$root/bindings/llama.cpp/server_test.sh" "$prebuilt" "$(dirname "$work")/llama" ${bench:+--bench} || failed=1
+    [ -n "${engines// /}" ] || exit $failed
+fi
 export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Engines must not use the network.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
@@ -93,7 +104,6 @@ PATH=$(dirname "$python"):$PATH
 export PATH TORCH_EXTENSIONS_DIR=$work/extensions
 
 cd "$work" || exit 1
-failed=0
 check() {
     local status=0 log=$work/log
     "$python" -m pytest -ra -p no:cacheprovider -c "$root/bindings/python/pyproject.toml" "$@" |

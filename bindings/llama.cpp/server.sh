@@ -4,7 +4,7 @@
 #   bindings/llama.cpp/server.sh WORK
 #
 # WORK/server/bin gets the programs and their libraries, WORK/server-src the source with tools/, common/ and
-# tests/. For benchmarks, and to try the plugin and the front with a stock server; CI does not run it. It takes
+# tests/. For server_test.sh, and to try the plugin and the front with a stock server; CI does not run it. It takes
 # 15 CPU minutes. An existing build is kept. KVTIER_ENGINE_NATIVE=ON builds for this CPU, as for engine.sh.
 set -eu
 work=${1:?usage: server.sh WORK}

@@ -38,11 +38,12 @@ def free_port():
 class Server:
     """A running llama-server."""
 
-    def __init__(self, options, arguments, store=None, log=subprocess.DEVNULL):
+    def __init__(self, options, arguments, store=None, log=subprocess.DEVNULL, stats=None):
         self.port = free_port()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVTIER_")}
         if store:
             environment.update(LD_PRELOAD=options.library, KVTIER_RUN_STORE=store)
+            environment.update({"KVTIER_RUN_STATS": stats} if stats else {})
         command = [options.server, "-m", options.model, "--port", str(self.port), "--no-webui",
                    "-t", str(options.threads), *arguments]
         self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
