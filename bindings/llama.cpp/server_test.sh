@@ -26,5 +26,8 @@ cmake --build "$work/run-build" --target kvtier-run >>"$work/run.log"
 
 programs=(--server "$work/server/bin/llama-server" --library "$work/run-build/run/libkvtier-run.so"
     --model "$work/models/smollm2.gguf")
-python3 "$here/tests/run/server.py" "${programs[@]}" --hybrid "$work/models/tiny-hybrid.gguf"
+# As wide as SmolLM2.
+"$work/models-python/bin/python" "$here/models/vision.py" "$work/models/vision.gguf" --width 576
+python3 "$here/tests/run/server.py" "${programs[@]}" --hybrid "$work/models/tiny-hybrid.gguf" \
+    --vision "$work/models/vision.gguf"
 [ "${3:-}" != --bench ] || python3 "$here/tests/run/bench.py" "${programs[@]}"

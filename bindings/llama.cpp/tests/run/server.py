@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs an unmodified llama-server under the preloaded library: the same texts as without it, and less to compute.
 
-    server.py --server PROGRAM --library LIBRARY --model FILE --hybrid FILE [CASE...]
+    server.py --server PROGRAM --library LIBRARY --model FILE --hybrid FILE --vision FILE [CASE...]
 
 Not part of ctest, which has no server; `ffi-tests/run --engines llama.cpp` builds one. Texts are compared at
 temperature 0, of one client at a time. The engine's sums depend on how a prompt is cut into batches, so that both
@@ -9,11 +9,14 @@ sides cut it in the same places.
 """
 
 import argparse
+import base64
 import concurrent.futures
 import json
 import os
 import pathlib
+import random
 import shutil
+import struct
 import sys
 import tempfile
 
@@ -149,6 +152,35 @@ def case_embeddings_are_computed(place):
         expect(alone == ours and restored == 0, "embeddings are computed as without kvtier")
 
 
+def picture(seed):
+    """A bitmap of 64 x 64 random pixels."""
+    rows = random.Random(seed).randbytes(64 * 64 * 3)
+    heading = struct.pack("<2sIHHI", b"BM", 54 + len(rows), 0, 0, 54)
+    info = struct.pack("<IiiHHIIiiII", 40, 64, 64, 1, 24, 0, len(rows), 0, 0, 0, 0)
+    return base64.b64encode(heading + info + rows).decode()
+
+
+def case_images_are_restored(place):
+    arguments = ONE + ["--mmproj", place.options.vision]
+    before, after = texts()[:1000], texts()[1000:1600]
+
+    def ask(seed):
+        def of_server(server):
+            marker = server.call("/props")["media_marker"]
+            prompt = dict(prompt_string=before + marker + after, multimodal_data=[picture(seed)])
+            return server.complete(prompt, 12)["content"]
+        return of_server
+
+    _, none = place.run(True, arguments, ask(1))
+    first, restored = place.run(True, arguments, ask(1))
+    second, again = place.run(True, arguments, ask(1))
+    # Bits are compared by ctest: here the parts that are computed differ between a first run and a restart.
+    expect(none == 0 and restored == again > 500, f"text around an image and it are restored: {restored}, {again}")
+    expect(first == second, f"texts are the same: {first} {second}")
+    _, other = place.run(True, arguments, ask(2))
+    expect(0 < other < restored - 100, f"of another image only the text before it is restored: {other}")
+
+
 def case_several_slots_and_clients_that_hang_up(place):
     arguments = ["-c", "8192", "-np", "4"]
 
@@ -186,7 +218,7 @@ CASES = {name[len("case_"):]: one for name, one in list(globals().items()) if na
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"{' '.join(CASES)}; default: all")
-    for name in ("server", "library", "model", "hybrid"):
+    for name in ("server", "library", "model", "hybrid", "vision"):
         parser.add_argument("--" + name, required=True)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
