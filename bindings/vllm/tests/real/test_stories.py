@@ -1,0 +1,293 @@
+"""Stories of a real vLLM on the processor, whose texts must be those of the engine without kvtier.
+
+KVTIER_VLLM_PYTHON names an interpreter that has vLLM for processors and kvtier; KVTIER_VLLM_MODEL the folder of
+a model (`models.py`). `ffi-tests/run --engines vllm` provides both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+PYTHON, MODEL = os.environ.get("KVTIER_VLLM_PYTHON", ""), os.environ.get("KVTIER_VLLM_MODEL", "")
+pytestmark = pytest.mark.skipif(not PYTHON or not MODEL,
+                                reason="KVTIER_VLLM_PYTHON and KVTIER_VLLM_MODEL are not set")
+ANSWER_SECONDS = 600.0
+
+
+class Engine:
+    """A vLLM in a process of its own."""
+
+    def __init__(self, log: Path, **options: Any) -> None:
+        self.log = log.open("ab")
+        self.process = subprocess.Popen([PYTHON, str(HERE / "engine.py")], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=self.log, text=True)
+        options = {"model": MODEL, "max_model_len": 4096, **options}
+        self.call("start", **options)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended: {Path(self.log.name).read_text()[-4000:]}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def texts(self, prompts: List[List[int]], **more: Any) -> List[Any]:
+        return [one and one["ids"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
+
+    def in_turn(self, prompts: List[List[int]], **more: Any) -> List[Any]:
+        return [self.texts([prompt], **more)[0] for prompt in prompts]
+
+    def cached(self, prompts: List[List[int]], **more: Any) -> List[int]:
+        return [one["cached"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        assert self.process.wait(ANSWER_SECONDS) == 0
+        self.log.close()
+
+
+def connector(disk: Optional[Path] = None, **extra: Any) -> Dict[str, Any]:
+    """The configuration of the connector."""
+    extra.setdefault("host_bytes", "256MiB")
+    if disk is not None:
+        extra.update(disk_path=str(disk), disk_bytes="2GiB")
+    return {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier_vllm.connector",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra}
+
+
+def spec(disk: Path, **extra: Any) -> Dict[str, Any]:
+    """The configuration of the offloading spec."""
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "KvtierSpec", "spec_module_path": "kvtier_vllm.spec",
+                "host_bytes": "256MiB", "disk_path": str(disk), "disk_bytes": "2GiB", **extra}}
+
+
+def read_texts() -> List[List[int]]:
+    """Parts of the documentation, 2,000 tokens each."""
+    from tokenizers import Tokenizer
+
+    pages = sorted((HERE.parents[3] / "docs").glob("*/*.md"))
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    ids = Tokenizer.from_file(str(Path(MODEL) / "tokenizer.json")).encode(text[:150_000]).ids
+    return [ids[at:at + 2000] for at in range(0, 24_000, 2000)]
+
+
+TEXTS = read_texts() if MODEL else []
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+class Alone:
+    """Answers of the engine without kvtier. Sums depend on what is computed together, so that they come in two
+    kinds: cold, and with what the engine's own prefix cache has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.known: Dict[str, Any] = {}
+
+    def texts(self, prompts: List[List[int]], options: Dict[str, Any], **more: Any) -> Any:
+        key = json.dumps([prompts, options, more])
+        if key not in self.known:
+            engine = Engine(self.folder / "alone", **options)
+            self.known[key] = [engine.in_turn(prompts, **more) for _ in range(2)]
+            engine.close()
+        return self.known[key]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(params=["connector", "layerwise", "spec"])
+def config(request: Any, tmp_path: Path) -> Dict[str, Any]:
+    disk = tmp_path / "disk"
+    if request.param == "spec":
+        return spec(disk)
+    return connector(disk, layerwise=request.param == "layerwise")
+
+
+def test_a_reset_and_a_restart_and_a_kill(config: Dict[str, Any], log: Path, alone: Alone) -> None:
+    prompts = [TEXTS[0][:1750], TEXTS[1][:700], TEXTS[2][:900]]
+    cold, warm = alone.texts(prompts, {})
+    engine = Engine(log, kv_transfer_config=config)
+    assert engine.in_turn(prompts) == cold
+    engine.call("reset")
+    assert engine.in_turn(prompts) == warm
+    engine.call("saved")
+    engine.close()
+    for _ in range(2):
+        engine = Engine(log, kv_transfer_config=config)
+        answers = [engine.call("generate", prompts=[one])["answers"][0] for one in prompts]
+        assert [one["ids"] for one in answers] == warm
+        assert answers[0]["cached"] >= 1600 and answers[1]["cached"] >= 600
+        engine.call("saved")
+        engine.kill()
+
+
+def test_ten_sessions_where_three_fit(config: Dict[str, Any], log: Path, alone: Alone) -> None:
+    """The engine's own cache has room for three sessions. Each returns with a second question."""
+    options = {"num_gpu_blocks_override": 3 * 7 + 4, "max_model_len": 1024}
+    first = [text[:700] for text in TEXTS[:10]]
+    second = [text[:740] for text in TEXTS[:10]]
+    # With room for all, the engine computes as much of the second questions.
+    cold, _ = alone.texts(first + second, {"max_model_len": 1024})
+    engine = Engine(log, kv_transfer_config=config, **options)
+    assert engine.in_turn(first) == cold[:10]
+    answers = [engine.call("generate", prompts=[one])["answers"][0] for one in second]
+    assert [one["ids"] for one in answers] == cold[10:]
+    assert min(one["cached"] for one in answers) == 640
+    engine.close()
+
+
+def test_chunks_copies_aborts_and_policies(config: Dict[str, Any], log: Path, alone: Alone) -> None:
+    options = {"max_num_batched_tokens": 512}
+    prompts = [TEXTS[3][:1500], TEXTS[4][:600]]
+    cold, warm = alone.texts(prompts, options)
+    copies, _ = alone.texts([TEXTS[5][:500]], options, n=3)
+    engine = Engine(log, kv_transfer_config=config, **options)
+    aborted = engine.call("generate", prompts=[TEXTS[6][:1900], TEXTS[7][:1800]], abort=0)
+    assert aborted["answers"][0] is None or len(aborted["answers"][0]["ids"][0]) < 8
+    assert engine.in_turn(prompts) == cold
+    assert engine.call("policy", spec="s3fifo") == "s3fifo"
+    engine.call("reset")
+    assert engine.in_turn(prompts) == warm
+    assert engine.in_turn([TEXTS[5][:500]], n=3) == copies
+    with pytest.raises(RuntimeError, match="nosuch"):
+        engine.call("policy", spec="nosuch")
+    engine.call("reset")
+    assert engine.in_turn(prompts) == warm
+    engine.close()
+
+
+def test_preempted_requests_finish(config: Dict[str, Any], log: Path, alone: Alone) -> None:
+    """Requests outgrow the engine's cache, which ends some and starts them again later."""
+    options = {"num_gpu_blocks_override": 16, "max_model_len": 1024}
+    prompts = [text[:500] for text in TEXTS[:5]]
+    cold, _ = alone.texts(prompts, {"max_model_len": 1024}, tokens=1)
+    engine = Engine(log, kv_transfer_config=config, **options)
+    answers = engine.call("generate", prompts=prompts, tokens=300)["answers"]
+    assert [len(one["ids"][0]) for one in answers] == [300] * 5
+    assert [[one["ids"][0][:1]] for one in answers] == cold
+    engine.close()
+
+
+def test_a_damaged_store_is_computed_again(config: Dict[str, Any], log: Path, tmp_path: Path,
+                                           alone: Alone) -> None:
+    prompts = [TEXTS[0][:1750]]
+    cold, _ = alone.texts([TEXTS[0][:1750], TEXTS[1][:700], TEXTS[2][:900]], {})
+    engine = Engine(log, kv_transfer_config=config)
+    engine.in_turn(prompts)
+    engine.call("saved")
+    engine.close()
+    segments = list((tmp_path / "disk").rglob("seg-*"))
+    assert segments
+    for segment in segments:
+        with segment.open("r+b") as file:
+            for at in range(8192, segment.stat().st_size, 4096):
+                file.seek(at)
+                file.write(b"damaged")
+    engine = Engine(log, kv_transfer_config=config)
+    answer = engine.call("generate", prompts=prompts)["answers"][0]
+    assert answer["ids"] == cold[0] and answer["cached"] == 0
+    engine.close()
+
+
+class Redis:
+    """A Redis server of this test."""
+
+    def __init__(self) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        self.process = subprocess.Popen(["redis-server", "--port", str(self.port), "--save", ""],
+                                        stdout=subprocess.DEVNULL)
+        end = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < end:
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.01)
+        raise AssertionError("redis-server does not start")
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def redis() -> Iterator[Redis]:
+    if not shutil.which("redis-server"):
+        pytest.skip("redis-server is not installed")
+    server = Redis()
+    yield server
+    server.kill()
+
+
+def test_two_servers_share_a_redis_and_survive_it(redis: Redis, log: Path, alone: Alone) -> None:
+    prompts = [TEXTS[0][:1750], TEXTS[1][:700], TEXTS[2][:900]]
+    cold, warm = alone.texts(prompts, {})
+    url = f'store(host=256MiB, remote=redis(url="redis://127.0.0.1:{redis.port}"))'
+    shared = connector(spec=url, level="remote", remote_lookup_s=60, host_bytes=None)
+    first = Engine(log, kv_transfer_config=shared)
+    assert first.in_turn(prompts) == cold
+    first.close()
+    second = Engine(log, kv_transfer_config=shared)
+    answers = [second.call("generate", prompts=[one])["answers"][0] for one in prompts]
+    assert [one["ids"] for one in answers] == warm and answers[0]["cached"] >= 1600
+    redis.kill()
+    assert second.in_turn([TEXTS[3][:700]]) == alone.texts([TEXTS[3][:700]], {})[0]
+    second.call("reset")
+    assert second.in_turn(prompts) == warm  # from host memory
+    second.close()
+
+
+def test_sleep_is_refused_in_words(log: Path) -> None:
+    with pytest.raises(RuntimeError, match="(?i)sleep"):
+        Engine(log, kv_transfer_config=connector(), enable_sleep_mode=True)
+
+
+def test_fifty_requests_read_a_shared_prefix_once(log: Path, tmp_path: Path) -> None:
+    """All arrive at once, with one prefix of 4,000 tokens on disk."""
+    prefix = (TEXTS[0] + TEXTS[1])[:3968]
+    config = connector(tmp_path / "disk")
+    options = {"max_model_len": 4200, "kv_transfer_config": config}
+    engine = Engine(log, **options)
+    engine.texts([prefix + [100]])
+    engine.call("saved")
+    engine.close()
+    engine = Engine(log, **options)
+    before = engine.call("counts")["disk_read_bytes"]
+    answers = engine.call("generate", prompts=[prefix + [100 + i, 7] for i in range(50)], tokens=2)
+    read = engine.call("counts")["disk_read_bytes"] - before
+    size = len(prefix) * 23040
+    assert min(one["cached"] for one in answers["answers"]) == 3968
+    assert read <= 1.05 * size, f"{read / size} times the prefix was read"
+    engine.close()
