@@ -456,6 +456,7 @@ TABLES = {
     "demo": bars("engines", "demo-2026-11-23", title="scenario"),
     "llama": bars("engines", "llama-2026-11-23"),
     "llama-tier": bars("engines", "llama-tier-2026-11-29"),
+    "llama-layers": bars("engines", "llama-layers-2026-11-29"),
     "longer": pivot("engines", "longer-2026-11-23", "name", "context", with_goal, corner="measure"),
     "longer-last": pivot("engines", "longer-2026-11-29", "name", "context", with_goal, corner="measure"),
     "run": bars("engines", "run-2026-11-29"),
