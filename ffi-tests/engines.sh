@@ -5,7 +5,8 @@
 #
 # ENGINE is llama.cpp, lmdeploy, vllm, sglang, transformers or mooncake; default: all. PREBUILT has
 # lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified llama-server, built in WORK/../llama; the
-# others are Python packages. For them WORK gets a virtual environment (8 GB) with torch,
+# others are Python packages. vLLM also runs whole, on the processor, from an environment of its own in
+# WORK/../vllm (8 GB). For them WORK gets a virtual environment (8 GB) with torch,
 # transformers and the engines' wheels, without their dependencies: only their interfaces are used.
 # KVTIER_ENGINES_PYTHON names an interpreter that has all of them. With --bench the bench scripts
 # run, too, and print one line per result, JSON or text; Mooncake's script has lmdeploy's results. A
@@ -145,6 +146,13 @@ for engine in $engines; do
         KVTIER_ENGINES=1 check --rootdir "$folder/tests" "$folder/tests/engine"
     fi
 done
+
+case " $engines " in
+    *" vllm "*)
+        echo "--- vllm, a whole engine for processors"
+        "$root/bindings/vllm/real_test.sh" "$prebuilt" "$(dirname "$work")/vllm" ${bench:+--bench} || failed=1
+        ;;
+esac
 
 if [ -n "$bench" ]; then
     ran=" "

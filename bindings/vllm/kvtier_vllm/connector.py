@@ -29,7 +29,8 @@ from .connector_scheduler import Scheduler  # noqa: E402
 from .connector_worker import Worker  # noqa: E402
 
 _OWN = ("layerwise", "save_decode", "hints")
-_ADVICE = "use OffloadingConnector with the kvtier tier (kvtier_vllm.tier)"
+_ADVICE = ("use OffloadingConnector with the kvtier tier (kvtier_vllm.tier) on GPUs, or with one "
+           "worker and kvtier's offloading spec (kvtier_vllm.spec)")
 
 
 @dataclass

@@ -6,84 +6,20 @@ a model (`models.py`). `ffi-tests/run --engines vllm` provides both.
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import shutil
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List
 
 import pytest
+from harness import ANSWER_SECONDS, HERE, MODEL, PYTHON, Alone, Engine, connector, spec
 
-HERE = Path(__file__).resolve().parent
-PYTHON, MODEL = os.environ.get("KVTIER_VLLM_PYTHON", ""), os.environ.get("KVTIER_VLLM_MODEL", "")
 pytestmark = pytest.mark.skipif(not PYTHON or not MODEL,
                                 reason="KVTIER_VLLM_PYTHON and KVTIER_VLLM_MODEL are not set")
-ANSWER_SECONDS = 600.0
-
-
-class Engine:
-    """A vLLM in a process of its own."""
-
-    def __init__(self, log: Path, **options: Any) -> None:
-        self.log = log.open("ab")
-        self.process = subprocess.Popen([PYTHON, str(HERE / "engine.py")], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=self.log, text=True)
-        options = {"model": MODEL, "max_model_len": 4096, **options}
-        self.call("start", **options)
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended: {Path(self.log.name).read_text()[-4000:]}"
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
-
-    def texts(self, prompts: List[List[int]], **more: Any) -> List[Any]:
-        return [one and one["ids"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
-
-    def in_turn(self, prompts: List[List[int]], **more: Any) -> List[Any]:
-        return [self.texts([prompt], **more)[0] for prompt in prompts]
-
-    def cached(self, prompts: List[List[int]], **more: Any) -> List[int]:
-        return [one["cached"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        assert self.process.wait(ANSWER_SECONDS) == 0
-        self.log.close()
-
-
-def connector(disk: Optional[Path] = None, **extra: Any) -> Dict[str, Any]:
-    """The configuration of the connector."""
-    extra.setdefault("host_bytes", "256MiB")
-    if disk is not None:
-        extra.update(disk_path=str(disk), disk_bytes="2GiB")
-    return {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier_vllm.connector",
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra}
-
-
-def spec(disk: Path, **extra: Any) -> Dict[str, Any]:
-    """The configuration of the offloading spec."""
-    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": "KvtierSpec", "spec_module_path": "kvtier_vllm.spec",
-                "host_bytes": "256MiB", "disk_path": str(disk), "disk_bytes": "2GiB", **extra}}
 
 
 def read_texts() -> List[List[int]]:
@@ -102,23 +38,6 @@ TEXTS = read_texts() if MODEL else []
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "log"
-
-
-class Alone:
-    """Answers of the engine without kvtier. Sums depend on what is computed together, so that they come in two
-    kinds: cold, and with what the engine's own prefix cache has."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.known: Dict[str, Any] = {}
-
-    def texts(self, prompts: List[List[int]], options: Dict[str, Any], **more: Any) -> Any:
-        key = json.dumps([prompts, options, more])
-        if key not in self.known:
-            engine = Engine(self.folder / "alone", **options)
-            self.known[key] = [engine.in_turn(prompts, **more) for _ in range(2)]
-            engine.close()
-        return self.known[key]
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +118,17 @@ def test_preempted_requests_finish(config: Dict[str, Any], log: Path, alone: Alo
     engine.close()
 
 
+def damage(disk: Path) -> None:
+    """Overwrites a few bytes of each page of the store's files."""
+    segments = list(disk.rglob("seg-*"))
+    assert segments
+    for segment in segments:
+        with segment.open("r+b") as file:
+            for at in range(8192, segment.stat().st_size, 4096):
+                file.seek(at)
+                file.write(b"damaged")
+
+
 def test_a_damaged_store_is_computed_again(config: Dict[str, Any], log: Path, tmp_path: Path,
                                            alone: Alone) -> None:
     prompts = [TEXTS[0][:1750]]
@@ -207,16 +137,27 @@ def test_a_damaged_store_is_computed_again(config: Dict[str, Any], log: Path, tm
     engine.in_turn(prompts)
     engine.call("saved")
     engine.close()
-    segments = list((tmp_path / "disk").rglob("seg-*"))
-    assert segments
-    for segment in segments:
-        with segment.open("r+b") as file:
-            for at in range(8192, segment.stat().st_size, 4096):
-                file.seek(at)
-                file.write(b"damaged")
+    damage(tmp_path / "disk")
     engine = Engine(log, kv_transfer_config=config)
     answer = engine.call("generate", prompts=prompts)["answers"][0]
     assert answer["ids"] == cold[0] and answer["cached"] == 0
+    engine.close()
+
+
+def test_a_load_that_fails_in_the_middle(config: Dict[str, Any], log: Path, tmp_path: Path,
+                                         alone: Alone) -> None:
+    """The disk is damaged while the engine runs: the store believes that it has the KV."""
+    config["kv_connector_extra_config"]["host_bytes"] = "48MiB"
+    prompts = [TEXTS[0][:1750], TEXTS[1][:700], TEXTS[2][:900]]
+    cold, _ = alone.texts(prompts, {})
+    engine = Engine(log, kv_transfer_config=config)
+    for prompt in (prompts[0], TEXTS[8][:1900], TEXTS[9][:1900]):
+        engine.texts([prompt])
+        engine.call("saved")
+    engine.call("reset")
+    damage(tmp_path / "disk")
+    assert engine.in_turn(prompts) == cold
+    assert engine.call("counts")["corrupt_cells"] > 0
     engine.close()
 
 

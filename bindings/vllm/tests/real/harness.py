@@ -1,0 +1,97 @@
+"""What the tests of a real vLLM share: engines in processes of their own, and their answers without kvtier."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Set
+
+HERE = Path(__file__).resolve().parent
+PYTHON, MODEL = os.environ.get("KVTIER_VLLM_PYTHON", ""), os.environ.get("KVTIER_VLLM_MODEL", "")
+ANSWER_SECONDS = 600.0
+
+
+#: Engines that run.
+running: "Set[Engine]" = set()
+
+
+class Engine:
+    """A vLLM in a process of its own."""
+
+    def __init__(self, log: Path, **options: Any) -> None:
+        self.log = log.open("ab")
+        self.process = subprocess.Popen([PYTHON, str(HERE / "engine.py")], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=self.log, text=True)
+        running.add(self)
+        options = {"model": MODEL, "max_model_len": 4096, **options}
+        self.call("start", **options)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the engine ended: {Path(self.log.name).read_text()[-4000:]}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def texts(self, prompts: List[List[int]], **more: Any) -> List[Any]:
+        return [one and one["ids"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
+
+    def in_turn(self, prompts: List[List[int]], **more: Any) -> List[Any]:
+        return [self.texts([prompt], **more)[0] for prompt in prompts]
+
+    def cached(self, prompts: List[List[int]], **more: Any) -> List[int]:
+        return [one["cached"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+        running.discard(self)
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        assert self.process.wait(ANSWER_SECONDS) == 0
+        self.log.close()
+        running.discard(self)
+
+
+def connector(disk: Optional[Path] = None, **extra: Any) -> Dict[str, Any]:
+    """The configuration of the connector."""
+    extra.setdefault("host_bytes", "256MiB")
+    if disk is not None:
+        extra.update(disk_path=str(disk), disk_bytes="2GiB")
+    return {"kv_connector": "KvtierConnector", "kv_connector_module_path": "kvtier_vllm.connector",
+            "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra}
+
+
+def spec(disk: Path, **extra: Any) -> Dict[str, Any]:
+    """The configuration of the offloading spec."""
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "KvtierSpec", "spec_module_path": "kvtier_vllm.spec",
+                "host_bytes": "256MiB", "disk_path": str(disk), "disk_bytes": "2GiB", **extra}}
+
+
+class Alone:
+    """Answers of the engine without kvtier. Sums depend on what is computed together, so that they come in two
+    kinds: cold, and with what the engine's own prefix cache has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.known: Dict[str, Any] = {}
+
+    def texts(self, prompts: List[List[int]], options: Dict[str, Any], **more: Any) -> Any:
+        key = json.dumps([prompts, options, more])
+        if key not in self.known:
+            engine = Engine(self.folder / "alone", **options)
+            self.known[key] = [engine.in_turn(prompts, **more) for _ in range(2)]
+            engine.close()
+        return self.known[key]
