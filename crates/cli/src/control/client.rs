@@ -1,12 +1,15 @@
 //! The client of a control socket.
 
 use std::fmt;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Timeout of an answer.
+use socket2::{Domain, SockAddr, Socket, Type};
+
+/// Time for a connection, and for each request, of commands that a person started.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest answer.
 const MAX_ANSWER_BYTES: u64 = 64 << 20;
@@ -29,31 +32,81 @@ impl fmt::Display for Refusal {
 
 impl std::error::Error for Refusal {}
 
-fn broken(words: impl fmt::Display) -> Refusal {
+/// A failure that is no answer of the store.
+pub fn broken(words: impl fmt::Display) -> Refusal {
     Refusal { status: String::new(), words: words.to_string() }
+}
+
+/// A socket whose reads and writes end at a deadline, however slowly bytes arrive.
+struct Timed {
+    socket: UnixStream,
+    until: Instant,
+}
+
+impl Timed {
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+impl Read for Timed {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        self.socket.set_read_timeout(Some(self.left()?))?;
+        self.socket.read(into)
+    }
+}
+
+impl Write for Timed {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.socket.set_write_timeout(Some(self.left()?))?;
+        self.socket.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// A connection.
 pub struct Client {
-    stream: BufReader<UnixStream>,
+    stream: BufReader<Timed>,
+    timeout: Duration,
 }
 
 impl Client {
     /// Connects to a store.
     pub fn connect(path: &Path) -> Result<Client, Refusal> {
-        let place = path.display();
-        let stream = UnixStream::connect(path).map_err(|error| {
+        Client::connect_within(path, TIMEOUT)
+    }
+
+    /// Connects to a store. The connection, and each request, takes at most `timeout`.
+    pub fn connect_within(path: &Path, timeout: Duration) -> Result<Client, Refusal> {
+        let socket = connected(path, timeout).map_err(|error| {
+            let place = path.display();
+            // A full backlog: the process does not accept connections.
+            let error = match error.kind() {
+                ErrorKind::WouldBlock => format!("it accepts no connection within {timeout:?}"),
+                _ => error.to_string(),
+            };
             broken(format!(
                 "no store answers at {place} ({error}): open a store with control=\"{place}\""
             ))
         })?;
-        let set = stream.set_read_timeout(Some(TIMEOUT));
-        set.and_then(|()| stream.set_write_timeout(Some(TIMEOUT))).map_err(broken)?;
-        Ok(Client { stream: BufReader::new(stream) })
+        let stream = BufReader::new(Timed { socket, until: Instant::now() + timeout });
+        Ok(Client { stream, timeout })
     }
 
     /// Sends a request and waits for the answer.
     pub fn request(&mut self, request: &str) -> Result<String, Refusal> {
+        let timeout = self.timeout;
+        self.stream.get_mut().until = Instant::now() + timeout;
+        let lost = move |error: io::Error| match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+                broken(format!("the store has not answered within {timeout:?}"))
+            }
+            _ => broken(format!("the store has closed the connection: {error}")),
+        };
         // A request is one line; line breaks between the words of a spec are equal to spaces.
         let line = request.replace(['\n', '\r'], " ") + "\n";
         let sent = self.stream.get_mut().write_all(line.as_bytes());
@@ -61,7 +114,6 @@ impl Client {
         let read = (&mut self.stream).take(MAX_LINE_BYTES).read_line(&mut head);
         // A rejected connection receives an answer, whether or not the request could be sent.
         if !matches!(read, Ok(count) if count > 0) {
-            let lost = |error| broken(format!("the store has closed the connection: {error}"));
             sent.map_err(lost)?;
             read.map_err(lost)?;
             return Err(broken("the store has closed the connection"));
@@ -77,7 +129,7 @@ impl Client {
             return Err(broken(format!("the answer has an invalid length: {bytes}")));
         };
         let mut body = String::new();
-        let got = (&mut self.stream).take(bytes).read_to_string(&mut body).map_err(broken)?;
+        let got = (&mut self.stream).take(bytes).read_to_string(&mut body).map_err(lost)?;
         if got as u64 != bytes {
             return Err(broken(format!("the answer has {got} of {bytes} bytes")));
         }
@@ -86,4 +138,12 @@ impl Client {
             status => Err(Refusal { status: status.to_string(), words: body }),
         }
     }
+}
+
+fn connected(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
+    let socket = Socket::new(Domain::UNIX, Type::STREAM, None)?;
+    // Linux applies this limit to the connection as well.
+    socket.set_write_timeout(Some(timeout))?;
+    socket.connect(&SockAddr::unix(path)?)?;
+    Ok(OwnedFd::from(socket).into())
 }

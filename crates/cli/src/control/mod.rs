@@ -2,7 +2,9 @@
 
 mod ab;
 mod client;
+mod exporter;
 mod show;
+mod stores;
 mod top;
 
 use std::path::PathBuf;
@@ -13,6 +15,7 @@ use kvtier::base::spec::Spec;
 use serde_json::Value;
 
 use client::Client;
+use stores::Source;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
@@ -43,6 +46,33 @@ impl Tier {
             Tier::Disk => "disk",
         }
     }
+}
+
+/// The stores whose metrics are printed or served.
+#[derive(Args)]
+pub struct MetricsArgs {
+    /// Control socket of a store, or a directory of control sockets; may be repeated. With NAME, with a
+    /// directory, or with several sockets each sample has the label `store`: NAME, or the file name
+    /// without `.sock`
+    #[arg(long = "socket", value_name = "[NAME=]PATH", required = true, value_parser = Source::parse)]
+    sockets: Vec<Source>,
+    /// Print one JSON object with the text
+    #[arg(long)]
+    json: bool,
+    /// Serve /metrics and /healthz over HTTP until the process is stopped; PORT alone is at 127.0.0.1,
+    /// no value is 127.0.0.1:9479
+    #[arg(long, value_name = "[ADDRESS:]PORT", num_args = 0..=1, conflicts_with = "json",
+          default_missing_value = exporter::USUAL_ADDRESS)]
+    serve: Option<String>,
+    /// Seconds after which a store that does not answer is reported as down (`kvtier_up 0`)
+    #[arg(long, default_value = "5", value_parser = seconds, value_name = "SECONDS")]
+    timeout: Duration,
+}
+
+/// A time limit: 0.1 to 60 seconds.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.parse().ok().filter(|seconds| (0.1..=60.0).contains(seconds));
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "use 0.1 to 60 seconds".into())
 }
 
 /// The commands.
@@ -102,11 +132,8 @@ pub enum Command {
         #[arg(long)]
         disk: Option<String>,
     },
-    /// Print the metrics of a running store in the Prometheus text format
-    Metrics {
-        #[command(flatten)]
-        at: Target,
-    },
+    /// Print the metrics of running stores in the Prometheus text format, or serve them over HTTP
+    Metrics(MetricsArgs),
     /// Compare eviction policies on the live requests of a running store, on metadata alone
     Ab {
         #[command(flatten)]
@@ -150,19 +177,31 @@ pub fn run(command: Command) -> Outcome<()> {
             let request = Spec::parse(&format!("budget({})", budgets.join(",")))?;
             ask_and_print(&at, &request.to_string(), show::budget)
         }
-        Command::Metrics { at } => {
-            let text = Client::connect(&at.socket)?.request("metrics")?;
-            match at.json {
-                true => println!("{}", serde_json::json!({ "metrics": text })),
-                false => print!("{text}"),
-            }
-            Ok(())
-        }
+        Command::Metrics(args) => metrics(args),
         Command::Ab { at, policies, duration, tier } => {
             let policies = Spec::parse(&format!("any({policies})"))?;
             ab::run(&at, &policies, duration, tier)
         }
     }
+}
+
+/// Prints or serves the metrics of stores.
+fn metrics(MetricsArgs { sockets, json, serve, timeout }: MetricsArgs) -> Outcome<()> {
+    if let Some(address) = serve {
+        return exporter::serve(&address, sockets, timeout);
+    }
+    match &sockets[..] {
+        [Source { name: None, path }] if !path.is_dir() => {
+            let text = Client::connect_within(path, timeout)?.request("metrics")?;
+            match json {
+                true => println!("{}", serde_json::json!({ "metrics": text })),
+                false => print!("{text}"),
+            }
+        }
+        _ if json => return Err("--json prints one store without a NAME".into()),
+        _ => exporter::print(sockets, timeout),
+    }
+    Ok(())
 }
 
 /// Sends a request, and prints the answer as JSON or as text.

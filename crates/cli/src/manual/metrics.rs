@@ -34,6 +34,9 @@ rate(kvtier_missed_cells_total[5m]) / rate(kvtier_gets_total[5m])
 - Metrics with the prefix `kvtier_remote_` exist if the store has a remote, `kvtier_disk_engine_info` if it has a disk.
 - Labels are listed with all of their values, except where the last table says what they are.
 - A histogram has the samples `_bucket`, `_sum` and `_count`; its buckets are powers of two.
+- `kvtier metrics` with a name, a directory or several stores adds the label `store` to each sample, and the gauge \
+`kvtier_up`: 1 = the control socket of the store answers ([collect the \
+metrics](../operations/watch.md#collect-the-metrics)).
 
 ";
 

@@ -3,6 +3,7 @@
 
 mod control;
 mod device;
+mod exporter;
 mod fsck;
 mod lab;
 mod lab_scale;
