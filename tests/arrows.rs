@@ -28,7 +28,16 @@ const STORE: [&[&str]; 5] = [
     &["capacity", "spec"],
     &["executor"],
     &["state"],
-    &["admission", "counters", "events", "job_queues", "plan", "ready_event", "token_path"],
+    &[
+        "admission",
+        "counters",
+        "events",
+        "job_queues",
+        "plan",
+        "ready_event",
+        "token_path",
+        "transfer_log",
+    ],
 ];
 
 /// The modules of the store's state machine from the top down. All of them extend `StoreState`;

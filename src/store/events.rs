@@ -51,13 +51,16 @@ unsafe impl Zeroable for Event {}
 /// Most events kept.
 pub const MAX_EVENTS: usize = 1 << 22;
 
-/// The ring.
-pub struct Events {
-    ring: Zeroed<Event>,
+/// The newest entries of a sequence that is numbered from 0.
+pub struct Ring<T: Zeroable> {
+    ring: Zeroed<T>,
     next: u64,
-    /// Place of the next event.
+    /// Place of the next entry.
     at: usize,
 }
+
+/// Events of a store.
+pub type Events = Ring<Event>;
 
 impl Events {
     /// A ring of so many events; 0 = none.
@@ -65,17 +68,24 @@ impl Events {
         if events > MAX_EVENTS {
             fail!(Limit, "events={events}: at most {MAX_EVENTS} are kept");
         }
-        Ok(Events { ring: Zeroed::new(events)?, next: 0, at: 0 })
+        Ring::of(events)
+    }
+}
+
+impl<T: Zeroable> Ring<T> {
+    /// A ring of so many entries; 0 = none.
+    pub fn of(entries: usize) -> Result<Ring<T>> {
+        Ok(Ring { ring: Zeroed::new(entries)?, next: 0, at: 0 })
     }
 
-    /// Number of the next event.
+    /// Number of the next entry.
     pub fn next_number(&self) -> u64 {
         self.next
     }
 
-    /// Adds an event, which `make` builds with its number. A ring without entries only counts.
+    /// Adds an entry, which `make` builds with its number. A ring without entries only counts.
     #[inline]
-    pub fn add(&mut self, make: impl FnOnce(u64) -> Event) {
+    pub fn add(&mut self, make: impl FnOnce(u64) -> T) {
         if let Some(place) = self.ring.get_mut(self.at) {
             *place = make(self.next);
             self.at = if self.at + 1 == self.ring.len() { 0 } else { self.at + 1 };
@@ -83,9 +93,9 @@ impl Events {
         self.next += 1;
     }
 
-    /// Copies events from number `from` on into `out`. Returns how many, and how many before them
+    /// Copies entries from number `from` on into `out`. Returns how many, and how many before them
     /// are lost.
-    pub fn read(&self, from: u64, out: &mut [Event]) -> (usize, u64) {
+    pub fn read(&self, from: u64, out: &mut [T]) -> (usize, u64) {
         let oldest = self.next.saturating_sub(self.ring.len() as u64);
         let start = from.max(oldest).min(self.next);
         let lost = start.saturating_sub(from);

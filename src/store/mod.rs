@@ -15,3 +15,4 @@ pub mod ready_event;
 pub mod spec;
 pub mod state;
 pub mod token_path;
+pub mod transfer_log;

@@ -2,6 +2,7 @@
 
 use crate::base::budget::Tier;
 use crate::base::json_out::Json;
+use crate::base::machine::random_bytes;
 use crate::base::spec::Spec;
 use crate::base::status::{Error, Result, Status};
 use crate::store::control::Request;
@@ -46,6 +47,12 @@ pub fn answer(store: &dyn Subject, line: &str) -> Result<String> {
             views::table(&mut json, &snapshot);
         }
         Request::Evictions { tier, tail } => evictions(store, &mut json, tier, tail)?,
+        Request::Transfers { from, most } => {
+            let run = u64::from_le_bytes(random_bytes()?);
+            let (seen, now_ns) =
+                changed(store, |core| Ok((core.ended_transfers(from, most, run)?, core.now_ns())))?;
+            views::transfers(&mut json, &seen, now_ns);
+        }
         Request::SetPolicy { tier, policy } => set_policy(store, &mut json, tier, &policy)?,
         Request::Budget { host, disk } => {
             store.change(&mut |core| resize(core, host, disk))?;

@@ -6,14 +6,16 @@ use crate::base::status::Result;
 use crate::fail;
 use crate::store::state::shadow::{MAX_POLICIES, MAX_SECONDS};
 use crate::store::state::snapshot::{MOST_CHUNKS, MOST_EVICTIONS, MOST_SESSIONS};
+use crate::store::state::transfer::MOST_ENDED;
 
 /// Names of requests.
-const NAMES: [&str; 10] = [
+const NAMES: [&str; 11] = [
     "stats",
     "metrics",
     "sessions",
     "residency",
     "evictions",
+    "transfers",
     "set-policy",
     "budget",
     "ab",
@@ -48,6 +50,13 @@ pub enum Request {
         tier: Option<Tier>,
         /// Most evictions.
         tail: usize,
+    },
+    /// Ended transfers.
+    Transfers {
+        /// Number of the first.
+        from: u64,
+        /// Most transfers.
+        most: usize,
     },
     /// Switches a policy.
     SetPolicy {
@@ -108,6 +117,10 @@ impl Request {
             "evictions" => Request::Evictions {
                 tier: tier(&mut reader)?,
                 tail: count(&mut reader, "tail", 20, MOST_EVICTIONS)?,
+            },
+            "transfers" => Request::Transfers {
+                from: reader.u64("from", 0, 0..=u64::MAX)?,
+                most: count(&mut reader, "most", 1000, MOST_ENDED)?,
             },
             "set-policy" => {
                 let Some(policy) = reader.spec("policy")? else {
@@ -187,6 +200,7 @@ mod tests {
                 Request::ChunkTable { session: Some(0), first: 9, chunks: 64 },
             ),
             ("evictions(tail=7)", Request::Evictions { tier: None, tail: 7 }),
+            ("transfers(from=9)", Request::Transfers { from: 9, most: 1000 }),
             (
                 "set-policy(policy=qos(inner=lru),tier=disk)",
                 Request::SetPolicy { tier: Tier::Disk, policy: "qos(inner=lru)".into() },
@@ -213,6 +227,8 @@ mod tests {
             ("residency(chunks=0)", "1 to 1024"),
             ("evictions(tail=1000000)", "4096"),
             ("evictions(tier=hots)", "host"),
+            ("transfers(from=-1)", "from"),
+            ("transfers(most=5000)", "4096"),
             ("set-policy", "policy="),
             ("budget(host=2Gib)", "GiB"),
             ("ab(policies=lru)", "any(lru,arc)"),

@@ -2,6 +2,7 @@
 
 use crate::base::exposition::{Kind, Row, Value};
 use crate::base::json_out::Json;
+use crate::base::status::Status;
 use crate::policy::log::Entry;
 use crate::policy::registry;
 use crate::store::counters::{RemoteStats, StoreStats};
@@ -10,6 +11,7 @@ use crate::store::state::snapshot::{SessionSnapshot, ShadowSnapshot, TableSnapsh
 use crate::store::state::stats::Tenant;
 use crate::store::state::stats::{Latency, TIMED};
 use crate::store::state::stats::{PolicyGauge, QueueGauge, Report};
+use crate::store::state::transfer::EndedTransfers;
 
 /// Name, limit and use, and policy of each tier.
 pub(super) type Tiers = Vec<(&'static str, TierSnapshot, String)>;
@@ -185,6 +187,50 @@ pub(super) fn evictions(json: &mut Json, all: &[(&'static str, Vec<Entry>)], now
             }
         });
     }
+}
+
+/// Writes ended transfers.
+pub(super) fn transfers(json: &mut Json, seen: &EndedTransfers, now_ns: u64) {
+    const KINDS: [&str; 3] = ["put", "get", "prefetch"];
+    const LEVELS: [&str; 4] = ["ram", "disk", "durable", "remote"];
+    json.object(|json| {
+        json.key("run").text(&format!("{:016x}", seen.run));
+        json.key("now_ns").whole(now_ns);
+        json.key("next").whole(seen.next);
+        json.key("missed").whole(seen.missed);
+        json.key("transfers").list(|json| {
+            for one in &seen.all {
+                let status = Status::from_code(one.status).unwrap_or(Status::State);
+                json.object(|json| {
+                    json.key("number").whole(one.number);
+                    let kind = KINDS.get(usize::from(one.kind)).copied().unwrap_or_default();
+                    json.key("kind").text(if one.is_lookup == 1 { "lookup" } else { kind });
+                    match LEVELS.get(usize::from(one.level)) {
+                        Some(level) if kind == "put" => json.key("level").text(level),
+                        _ => json.key("level").null(),
+                    }
+                    json.key("status").text(status.name());
+                    match one.session {
+                        0 => json.key("session_serial").null(),
+                        serial => json.key("session_serial").whole(serial),
+                    }
+                    json.key("read_disk").flag(one.read_disk == 1);
+                    for (name, value) in [
+                        ("began_ns", one.began_ns),
+                        ("ended_ns", one.ended_ns),
+                        ("tenant", one.tenant.into()),
+                        ("chunks", one.chunks.into()),
+                        ("layers", one.layers.into()),
+                        ("tokens", one.tokens),
+                        ("bytes", one.bytes),
+                        ("missed_cells", one.missed_cells.into()),
+                    ] {
+                        json.key(name).whole(value);
+                    }
+                });
+            }
+        });
+    });
 }
 
 /// Writes the scores of a shadow evaluation.

@@ -36,6 +36,7 @@ use crate::store::state::tier_cache::{cell_of_owner, owner_of};
 use crate::store::state::{
     At, CellRange, ChunkTable, Config, DEVICE_MASK, DISK_MASK, HOST_MASK, StoreState,
 };
+use crate::store::transfer_log::{EndedTransfer, TransferLog};
 use crate::tier::device;
 use crate::tier::disk::{GetPlane, Spot};
 use crate::tier::host::Piece;
@@ -319,6 +320,8 @@ pub(super) struct Transfers {
     /// Jobs that wait for another job's work on a cell.
     pub(super) cell_waiters: BTreeMap<(At, usize), WaitList>,
     pub(super) finished: Vec<Finished>,
+    /// Ended transfers, once somebody has read them.
+    log: Option<Box<TransferLog>>,
     /// Buffer for pieces of host memory.
     pub(super) pieces: Vec<u32>,
     /// Buffer for the owners of such pieces.
@@ -338,6 +341,7 @@ impl Transfers {
             reserve_owner: None,
             cell_waiters: BTreeMap::new(),
             finished: Vec::new(),
+            log: None,
             pieces: Vec::new(),
             owners: Vec::new(),
         }
@@ -674,6 +678,7 @@ impl StoreState {
             debug_assert!(last.is_some(), "a transfer ended without a completion");
             last.into_iter().for_each(|last| last.last = true);
         }
+        self.log_ended(number);
         let Some(one) = self.transfers.table.remove(number) else { return };
         self.prefetch_ended(number);
         self.stats.latencies.moved(&one, self.now_ns);
@@ -685,20 +690,10 @@ impl StoreState {
     }
 
     fn complete_part(&mut self, number: u32, index: usize, last: bool) {
+        let tokens = self.leading_tokens(number, self.transfers.table[number].parts[index].bad);
         let transfer = &mut self.transfers.table[number];
-        let table = &self.tables[transfer.spec.table as usize];
         let part = &mut transfer.parts[index];
-        let whole = (part.bad as usize).min(transfer.spec.slots.len());
-        // All chunks of a path but the last are full. One without a row was not needed.
-        let full = table.layout.chunk_tokens();
-        let tokens_of =
-            |&slot: &Slot| table.chunks.chunk(slot).map_or(full, |row| row.valid_tokens());
-        let each = u64::from(full);
-        let tokens = match transfer.spec.slots[..whole].split_last() {
-            Some((tail, full)) => full.len() as u64 * each + u64::from(tokens_of(tail)),
-            None => transfer.locates.unwrap_or(0),
-        };
-        let (error, bytes) = (part.error.take(), part.bytes);
+        let (error, bytes) = (part.error.clone(), part.bytes);
         let (missed, is_put) = (part.missed, transfer.spec.kind == TransferKind::Put);
         let error = error.map(|error| match error.status() {
             Status::NotFound if !is_put && missed > 0 => missing(missed, tokens),
@@ -716,6 +711,91 @@ impl StoreState {
             last,
         });
     }
+
+    /// Tokens of the chunks before chunk `bad`, or of all.
+    fn leading_tokens(&self, number: u32, bad: u32) -> u64 {
+        let transfer = &self.transfers.table[number];
+        let table = &self.tables[transfer.spec.table as usize];
+        let whole = (bad as usize).min(transfer.spec.slots.len());
+        // All chunks of a path but the last are full. One without a row was not needed.
+        let full = table.layout.chunk_tokens();
+        let tokens_of =
+            |&slot: &Slot| table.chunks.chunk(slot).map_or(full, |row| row.valid_tokens());
+        match transfer.spec.slots[..whole].split_last() {
+            Some((tail, before)) => {
+                before.len() as u64 * u64::from(full) + u64::from(tokens_of(tail))
+            }
+            None => transfer.locates.unwrap_or(0),
+        }
+    }
+
+    /// Adds a transfer that ends to the log, if somebody reads that.
+    fn log_ended(&mut self, number: u32) {
+        if self.transfers.log.is_none() {
+            return;
+        }
+        let Some(one) = self.transfers.table.get(number) else { return };
+        let first_bad = one.parts.iter().map(|part| part.bad).min().unwrap_or(u32::MAX);
+        let error = one.parts.iter().find_map(|part| part.error.as_ref());
+        let spec = &one.spec;
+        let ended = EndedTransfer {
+            number: 0,
+            began_ns: one.began_ns,
+            ended_ns: self.now_ns.max(one.began_ns),
+            session: spec.context.session.unwrap_or(0),
+            tokens: self.leading_tokens(number, first_bad),
+            bytes: one.parts.iter().map(|part| part.bytes).sum(),
+            tenant: spec.context.tenant,
+            kind: spec.kind as u8,
+            level: spec.level as u8,
+            is_lookup: one.locates.is_some().into(),
+            read_disk: one.was_below.into(),
+            chunks: spec.slots.len() as u32,
+            layers: spec.layers as u32,
+            missed_cells: one.parts.iter().map(|part| part.missed).sum(),
+            status: error.map_or(Status::Ok, Error::status) as i32,
+        };
+        if let Some(log) = &mut self.transfers.log {
+            log.ring.add(|number| EndedTransfer { number, ..ended });
+        }
+    }
+
+    /// Whether ended transfers are logged: somebody has read them.
+    pub fn logs_transfers(&self) -> bool {
+        self.transfers.log.is_some()
+    }
+
+    /// Ended transfers from number `from` on, up to [`MOST_ENDED`], and how many before them are lost.
+    /// The log begins with the first call, and then has this `run`.
+    pub fn ended_transfers(&mut self, from: u64, most: usize, run: u64) -> Result<EndedTransfers> {
+        let log = match &mut self.transfers.log {
+            Some(log) => log,
+            none => none.insert(Box::new(TransferLog::new(run)?)),
+        };
+        let mut all = Vec::new();
+        let most = most.min(MOST_ENDED);
+        all.try_reserve_exact(most).map_err(|_| Status::NoMem)?;
+        all.resize(most, EndedTransfer::default());
+        let (count, missed) = log.ring.read(from, &mut all);
+        all.truncate(count);
+        Ok(EndedTransfers { run: log.run, missed, next: log.ring.next_number(), all })
+    }
+}
+
+/// Most transfers of one call of [`StoreState::ended_transfers`].
+pub const MOST_ENDED: usize = 4096;
+
+/// A part of the log of ended transfers.
+#[derive(Clone, Debug)]
+pub struct EndedTransfers {
+    /// Differs between openings of a store.
+    pub run: u64,
+    /// Transfers before the first one that were dropped from the log.
+    pub missed: u64,
+    /// Number of the transfer that ends next.
+    pub next: u64,
+    /// The transfers.
+    pub all: Vec<EndedTransfer>,
 }
 
 // ---------- jobs
