@@ -4,6 +4,7 @@ mod ab;
 mod client;
 mod exporter;
 mod show;
+mod spans;
 mod stores;
 mod top;
 
@@ -69,7 +70,28 @@ pub struct MetricsArgs {
     timeout: Duration,
 }
 
-/// A time limit: 0.1 to 60 seconds.
+/// The stores whose transfers are exported.
+#[derive(Args)]
+pub struct SpansArgs {
+    /// Control socket of a store, or a directory of control sockets; may be repeated. NAME, or the file
+    /// name without `.sock`, is the `service.instance.id`
+    #[arg(long = "socket", value_name = "[NAME=]PATH", required = true, value_parser = Source::parse)]
+    sockets: Vec<Source>,
+    /// Collector with OTLP over HTTP; without it each export is printed as a line of JSON
+    #[arg(long, value_name = "URL", value_parser = spans::Endpoint::parse)]
+    otlp: Option<spans::Endpoint>,
+    /// The `service.name` of the spans
+    #[arg(long, default_value = "kvtier", value_name = "NAME")]
+    service: String,
+    /// Seconds between exports
+    #[arg(long, default_value = "1", value_parser = seconds, value_name = "SECONDS")]
+    every: Duration,
+    /// Seconds after which a store that does not answer is left out until the next export
+    #[arg(long, default_value = "5", value_parser = seconds, value_name = "SECONDS")]
+    timeout: Duration,
+}
+
+/// A time: 0.1 to 60 seconds.
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| (0.1..=60.0).contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "use 0.1 to 60 seconds".into())
@@ -134,6 +156,8 @@ pub enum Command {
     },
     /// Print the metrics of running stores in the Prometheus text format, or serve them over HTTP
     Metrics(MetricsArgs),
+    /// Export the ended transfers of running stores as OpenTelemetry spans, until the process is stopped
+    Spans(SpansArgs),
     /// Compare eviction policies on the live requests of a running store, on metadata alone
     Ab {
         #[command(flatten)]
@@ -178,6 +202,9 @@ pub fn run(command: Command) -> Outcome<()> {
             ask_and_print(&at, &request.to_string(), show::budget)
         }
         Command::Metrics(args) => metrics(args),
+        Command::Spans(SpansArgs { sockets: sources, otlp: endpoint, service, every, timeout }) => {
+            spans::run(&spans::Opts { sources, endpoint, service, every, timeout })
+        }
         Command::Ab { at, policies, duration, tier } => {
             let policies = Spec::parse(&format!("any({policies})"))?;
             ab::run(&at, &policies, duration, tier)
@@ -200,6 +227,22 @@ fn metrics(MetricsArgs { sockets, json, serve, timeout }: MetricsArgs) -> Outcom
         }
         _ if json => return Err("--json prints one store without a NAME".into()),
         _ => exporter::print(sockets, timeout),
+    }
+    Ok(())
+}
+
+/// Ends the process when a signal asks for it. The first process of a container ignores signals without a handler of their own.
+fn exit_on_signals() -> std::io::Result<()> {
+    extern "C" fn exit(_: libc::c_int) {
+        // SAFETY: _exit may be called by a handler of signals.
+        unsafe { libc::_exit(0) }
+    }
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        // SAFETY: the handler calls only what a handler may call.
+        let before = unsafe { libc::signal(signal, exit as *const () as libc::sighandler_t) };
+        if before == libc::SIG_ERR {
+            return Err(std::io::Error::last_os_error());
+        }
     }
     Ok(())
 }

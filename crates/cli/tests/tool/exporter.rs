@@ -148,7 +148,7 @@ fn pages_are_valid_for_independent_parsers() {
     assert!(open.contains("# TYPE kvtier_puts counter\n") && open.ends_with("\n# EOF\n"), "{open}");
     store.close();
 
-    let python = std::env::var("KVTIER_PROMETHEUS_PYTHON").unwrap_or("python3".into());
+    let python = std::env::var("KVTIER_OBSERVE_PYTHON").unwrap_or("python3".into());
     for (module, page) in [("parser", plain.as_str()), ("openmetrics.parser", open)] {
         let script = format!(
             "import sys\ntry: from prometheus_client.{module} import text_string_to_metric_families as parse\n\

@@ -12,5 +12,6 @@ mod plan;
 mod remote;
 mod run;
 mod s3;
+mod spans;
 mod sparse;
 mod stream;

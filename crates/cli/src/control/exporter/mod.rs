@@ -25,7 +25,7 @@ pub fn print(sources: Vec<Source>, timeout: Duration) {
 pub fn serve(address: &str, sources: Vec<Source>, timeout: Duration) -> Outcome<()> {
     let listener = bind(address)?;
     let place = listener.local_addr()?;
-    exit_on_signals()?;
+    super::exit_on_signals()?;
     let exporter = Exporter::new(sources, timeout);
     eprintln!("kvtier: serving metrics at http://{place}/metrics");
     http::serve(&listener, move |request| exporter.answer(request));
@@ -45,22 +45,6 @@ fn bind(address: &str) -> Outcome<TcpListener> {
     };
     let bound = TcpListener::bind(&all[..]);
     Ok(bound.map_err(|error| format!("cannot listen at {address}: {error}"))?)
-}
-
-/// The first process of a container ignores signals without a handler of their own.
-fn exit_on_signals() -> std::io::Result<()> {
-    extern "C" fn exit(_: libc::c_int) {
-        // SAFETY: _exit may be called by a handler of signals.
-        unsafe { libc::_exit(0) }
-    }
-    for signal in [libc::SIGTERM, libc::SIGINT] {
-        // SAFETY: the handler calls only what a handler may call.
-        let before = unsafe { libc::signal(signal, exit as *const () as libc::sighandler_t) };
-        if before == libc::SIG_ERR {
-            return Err(std::io::Error::last_os_error());
-        }
-    }
-    Ok(())
 }
 
 struct Exporter {

@@ -1,0 +1,151 @@
+//! `kvtier spans`: ended transfers of running stores as spans of OpenTelemetry.
+
+mod otlp;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde_json::Value;
+
+use super::Outcome;
+use super::show::{number, text};
+use super::stores::{Source, Store, ask_all, list};
+pub use otlp::Endpoint;
+
+/// Most spans of one export.
+const MOST_SPANS: usize = 1000;
+/// Longest pause after failed exports.
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+/// A jump of the wall clock; smaller differences are delays of answers.
+const JUMP_NS: i128 = 1_000_000_000;
+
+/// What is exported, and where.
+pub struct Opts {
+    /// The stores.
+    pub sources: Vec<Source>,
+    /// The collector; None = print each export as a line.
+    pub endpoint: Option<Endpoint>,
+    /// `service.name`.
+    pub service: String,
+    /// Time between two looks at the stores.
+    pub every: Duration,
+    /// Time for a store to answer.
+    pub timeout: Duration,
+}
+
+/// Exports until the process ends.
+pub fn run(opts: &Opts) -> Outcome<()> {
+    super::exit_on_signals()?;
+    let mut readers: BTreeMap<PathBuf, Reader> = BTreeMap::new();
+    let mut pause = opts.every;
+    loop {
+        let stores = list(&opts.sources);
+        readers.retain(|path, _| stores.iter().any(|store| store.path == *path));
+        let from = |at: usize| readers.get(&stores[at].path).map_or(0, |reader| reader.next);
+        let request = |at| format!("transfers(from={},most={MOST_SPANS})", from(at));
+        let answers = ask_all(&stores, request, opts.timeout);
+        let (mut has_more, mut failed) = (false, false);
+        for (store, answer) in stores.iter().zip(answers) {
+            let reader = readers.entry(store.path.clone()).or_default();
+            let answer = answer.map_err(|refusal| refusal.to_string()).and_then(|text| {
+                serde_json::from_str(&text).map_err(|error| format!("malformed answer: {error}"))
+            });
+            match answer.and_then(|answer| reader.export(&answer, store, opts)) {
+                Ok(more) => {
+                    has_more |= more;
+                    reader.say(store, String::new());
+                }
+                Err(words) => {
+                    failed = true;
+                    reader.say(store, words);
+                }
+            }
+        }
+        pause = if failed { (pause * 2).min(MAX_PAUSE.max(opts.every)) } else { opts.every };
+        if failed || !has_more {
+            std::thread::sleep(pause);
+        }
+    }
+}
+
+/// The position in the log of one store.
+#[derive(Default)]
+struct Reader {
+    /// The opening of the store.
+    run: String,
+    /// Number of the next transfer.
+    next: u64,
+    /// The wall clock less the store's clock.
+    offset_ns: Option<i128>,
+    /// The last message.
+    said: String,
+}
+
+impl Reader {
+    /// Prints a message, unless it is the last one; empty = all is well.
+    fn say(&mut self, store: &Store, words: String) {
+        if self.said != words {
+            let name = &store.name;
+            match words.as_str() {
+                "" => eprintln!("kvtier: store {name}: spans are exported again"),
+                words => eprintln!("kvtier: store {name}: {words}"),
+            }
+            self.said = words;
+        }
+    }
+
+    /// Exports the transfers of an answer; returns whether there are more. A transfer that the collector
+    /// could not take now is read again.
+    fn export(&mut self, answer: &Value, store: &Store, opts: &Opts) -> Result<bool, String> {
+        let (run, all) = (text(answer, "run"), &answer["transfers"]);
+        let is_run = run.len() == 16 && run.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let Some(all) = all.as_array().filter(|_| is_run) else {
+            return Err("malformed answer: it has no transfers".into());
+        };
+        if self.run != run {
+            // Another opening of the store: its numbers begin at 0 again.
+            let is_whole = self.next == 0;
+            *self = Reader {
+                run: run.into(),
+                said: std::mem::take(&mut self.said),
+                ..Reader::default()
+            };
+            if !is_whole {
+                return Ok(true);
+            }
+        }
+        let offset_ns = self.offset_ns(number(answer, "now_ns"));
+        let name = &store.name;
+        let missed = number(answer, "missed");
+        if missed > 0 {
+            eprintln!(
+                "kvtier: store {name}: {missed} transfers left the log before they were read"
+            );
+            self.next += missed;
+        }
+        let Some(last) = all.last() else { return Ok(false) };
+        let spans = otlp::encode(&opts.service, name, run, offset_ns, all).to_string();
+        match opts.endpoint.as_ref().map(|endpoint| endpoint.post(&spans)) {
+            None => println!("{spans}"),
+            Some(Ok(None)) => {}
+            Some(Ok(Some(words))) => eprintln!("kvtier: store {name}: {words}"),
+            Some(Err(failure)) if failure.is_temporary => return Err(failure.words),
+            Some(Err(failure)) => {
+                eprintln!("kvtier: store {name}: {} spans are lost: {}", all.len(), failure.words);
+            }
+        }
+        self.next = number(last, "number") + 1;
+        Ok(all.len() == MOST_SPANS)
+    }
+
+    /// The offset of the wall clock: the least one seen, since an answer takes time to arrive.
+    fn offset_ns(&mut self, now_ns: u64) -> i128 {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let seen = wall.as_nanos() as i128 - i128::from(now_ns);
+        let known = self.offset_ns.filter(|known| (seen - known).abs() < JUMP_NS);
+        let offset = known.map_or(seen, |known| known.min(seen));
+        self.offset_ns = Some(offset);
+        offset
+    }
+}
