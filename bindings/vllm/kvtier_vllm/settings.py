@@ -139,10 +139,11 @@ class Settings:
         return _LEVELS[name]
 
     def under(self, folder: str) -> "Settings":
-        """The same options with the disk in a subfolder, because each process needs its own."""
-        if not self.disk_path:
-            return self
-        return dataclasses.replace(self, disk_path=os.path.join(self.disk_path, folder))
+        """The same options for one process of several: the disk is in a subfolder, and `{rank}` in
+        `spec` is its name, because each process needs a directory and a control socket of its own.
+        """
+        path = os.path.join(self.disk_path, folder) if self.disk_path else ""
+        return dataclasses.replace(self, spec=self.spec.replace("{rank}", folder), disk_path=path)
 
 
 class SharedStore:

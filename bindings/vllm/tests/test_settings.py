@@ -26,6 +26,8 @@ def test_sizes_are_parsed_and_bad_options_are_rejected() -> None:
     assert Settings.from_config({"disk_path": "x"}).put_level() == kvtier.LEVEL_DISK
     assert Settings.from_config({}).put_level() == kvtier.LEVEL_RAM
     assert Settings.from_config({"disk_path": "/x"}).under("tp0").disk_path == "/x/tp0"
+    of_rank = Settings.from_config({"spec": "store(control=\"/x/{rank}.sock\")"}).under("tp0")
+    assert (of_rank.disk_path, of_rank.spec) == ("", "store(control=\"/x/tp0.sock\")")
 
 
 def test_a_misspelt_option_is_rejected_with_a_suggestion() -> None:
