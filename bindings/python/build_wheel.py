@@ -41,6 +41,7 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1
 #: What `pip install 'kvtier[NAME]'` installs for the connector kvtier_NAME. The package itself
 #: needs none of it.
 EXTRAS = {
+    "lmcache": ["lmcache==0.5.6"],
     "lmdeploy": ["lmdeploy==0.18.0"],
     "mooncake": ["numpy"],
     "sglang": ["sglang==0.5.23"],

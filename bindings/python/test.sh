@@ -45,7 +45,7 @@ check --doctest-modules --doctest-ignore-import-errors --pyargs kvtier
 
 # The connectors' tests may import the source tree, which contains no library.
 export KVTIER_LIBRARY=$prebuilt/lib/libkvtier.so
-for engine in lmdeploy vllm sglang mooncake transformers; do
+for engine in lmdeploy vllm sglang mooncake transformers lmcache; do
     # Names files explicitly: the folder `engine` needs the real engine, and its tests read argv.
     set -- "$here/../$engine/tests"/test_*.py
     [ -e "$1" ] || continue

@@ -31,6 +31,7 @@ MISSING = [
     ("import kvtier_vllm.connector", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
     ("import kvtier_vllm.connector_meta", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
     ("import kvtier_vllm.spec_manager", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
+    ("from kvtier_lmcache import KvtierBackend", "lmcache", "LMCache 0.5.6", "lmcache==0.5.6"),
     ("from kvtier_lmdeploy import KvtierConnector", "lmdeploy", "lmdeploy 0.18.0",
      "lmdeploy==0.18.0"),
     ("import kvtier_sglang", "sglang", "SGLang 0.5.23", "sglang==0.5.23"),
@@ -57,9 +58,9 @@ def test_a_missing_module_is_named_with_its_install_command(statement: str, modu
 
 
 def test_packages_without_requirements_are_imported() -> None:
-    engines = ("vllm", "lmdeploy", "sglang", "torch", "transformers")
+    engines = ("vllm", "lmcache", "lmdeploy", "sglang", "torch", "transformers")
     for statement in ("import kvtier, kvtier_vllm, kvtier_vllm.settings, kvtier_lmdeploy",
-                      "import kvtier_mooncake"):
+                      "import kvtier_lmcache, kvtier_mooncake"):
         assert output(statement, *engines) == "imported\n"
     assert "pip install lmdeploy==0.18.0" in output(
         "import kvtier_lmdeploy; kvtier_lmdeploy.activate()", *engines)
@@ -69,6 +70,8 @@ def test_packages_without_requirements_are_imported() -> None:
 OTHERS: Dict[str, Tuple[Dict[str, str], str]] = {
     "import kvtier_vllm.connector": ({"vllm/__init__.py": "__version__ = '0.1.0'"}, "0.33"),
     "import vllm, kvtier_vllm.tier": ({"vllm/__init__.py": "__version__ = '0.1.0'"}, "0.33"),
+    "from kvtier_lmcache import KvtierBackend": (
+        {"lmcache/__init__.py": "", "torch.py": ""}, "0.5.6"),
     "import kvtier_sglang": (
         {"sglang/__init__.py": "", "sglang/version.py": "__version__ = '0.1.0'", "torch.py": ""},
         "0.5.23"),
@@ -82,7 +85,7 @@ OTHERS: Dict[str, Tuple[Dict[str, str], str]] = {
 @pytest.mark.parametrize("statement", OTHERS)
 def test_an_unsupported_version_is_rejected(statement: str, tmp_path: Path) -> None:
     files, supported = OTHERS[statement]
-    for engine in ("vllm", "lmdeploy", "sglang", "transformers"):
+    for engine in ("vllm", "lmcache", "lmdeploy", "sglang", "transformers"):
         files = {**files, f"{engine}-0.1.0.dist-info/METADATA":
                  f"Metadata-Version: 2.1\nName: {engine}\nVersion: 0.1.0\n"}
     for name, text in files.items():
