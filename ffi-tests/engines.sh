@@ -3,10 +3,10 @@
 #
 #   ffi-tests/engines.sh PREBUILT WORK [--bench] [ENGINE...]
 #
-# ENGINE is llama.cpp, lmdeploy, vllm, sglang, transformers or mooncake; default: all. PREBUILT has
-# lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified llama-server, built in WORK/../llama; the
-# others are Python packages. vLLM also runs whole, on the processor, from an environment of its own in
-# WORK/../vllm (8 GB). For them WORK gets a virtual environment (8 GB) with torch,
+# ENGINE is llama.cpp, lmdeploy, vllm, sglang, transformers, mooncake or lmcache; default: all.
+# PREBUILT has lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified llama-server, built
+# in WORK/../llama; the others are Python packages. vLLM also runs whole, on the processor, from an
+# environment of its own in WORK/../vllm (8 GB). For the others WORK gets one (8 GB) with torch,
 # transformers and the engines' wheels, without their dependencies: only their interfaces are used.
 # KVTIER_ENGINES_PYTHON names an interpreter that has all of them. With --bench the bench scripts
 # run, too, and print one line per result, JSON or text; Mooncake's script has lmdeploy's results. A
@@ -17,7 +17,7 @@ work=${2:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
 shift 2
 bench=""
 if [ "${1:-}" = --bench ]; then bench=1 && shift; fi
-known="llama.cpp lmdeploy vllm sglang transformers mooncake"
+known="llama.cpp lmdeploy vllm sglang transformers mooncake lmcache"
 engines=${*:-$known}
 for engine in $engines; do
     case " $known " in *" $engine "*) ;; *) echo "unknown engine '$engine': use $known" && exit 2 ;; esac
@@ -43,14 +43,14 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRAC
 # The versions that the connectors are written for.
 declare -A wheels=([lmdeploy]="lmdeploy==0.18.0" [vllm]="vllm==0.33.0 lmcache==0.5.6"
     [sglang]="sglang==0.5.23" [transformers]=""
-    [mooncake]="lmdeploy==0.18.0 vllm==0.33.0 sglang==0.5.23")
+    [mooncake]="lmdeploy==0.18.0 vllm==0.33.0 sglang==0.5.23" [lmcache]="lmcache==0.5.6")
 base="torch==2.15.0 transformers==5.23.0 numpy pytest mypy"
 # Imports of the engines' interfaces, and tools of the checks.
 small="msgspec pydantic psutil xxhash safetensors ml_dtypes auditwheel pyright"
 # Imports of SGLang's storage and controller.
 small="$small aiohttp apache-tvm-ffi compressed-tensors dill gguf ipython loguru orjson pillow \
 pybase64 pyzmq requests sentencepiece setproctitle starlette torchvision uvloop"
-# Imports of LMCache's disk backend, with which vLLM's tier is compared.
+# Imports of LMCache's engine and backends.
 small="$small aiofile cachetools cryptography numba prometheus_client py-cpuinfo sortedcontainers"
 # SGLang compiles its page hash at the first use, with ninja and OpenSSL's headers.
 small="$small ninja"
