@@ -1,0 +1,272 @@
+#include "objects.hpp"
+
+#include <stdexcept>
+
+namespace kvtier_nixl {
+
+namespace {
+
+/// Most directories that `{slot}` tries.
+constexpr int max_slots = 64;
+
+std::vector<std::uint64_t> split(std::uint64_t bytes) {
+    const std::uint64_t count = (bytes + part_bytes - 1) / part_bytes;
+    if (count == 0 || count > max_parts)
+        throw std::invalid_argument("an object of " + std::to_string(bytes) +
+                                    " bytes cannot be stored: give 1 byte to 16 GiB");
+    const std::uint64_t each = (bytes + count - 1) / count;
+    std::vector<std::uint64_t> parts(count, each);
+    parts.back() = bytes - each * (count - 1);
+    return parts;
+}
+
+kvt::layout layout_of(const std::vector<std::uint64_t> &parts) {
+    kvt::layout layout;
+    layout.chunk_tokens = 1;
+    for (std::size_t at = 0; at < parts.size(); at++) {
+        if (at == 0 || parts[at] != parts[at - 1]) {
+            layout.groups.emplace_back();
+            layout.groups.back().k_bytes = parts[at];
+        }
+        layout.groups.back().layers.push_back(static_cast<std::uint16_t>(at));
+    }
+    return layout;
+}
+
+/// The tensors of a transfer: one view per part, with the address of each object.
+std::vector<kvt_view_t> views(const sized &where, std::vector<void *> &pages) {
+    std::vector<kvt_view_t> out;
+    std::int64_t shift = 0;
+    for (const std::uint64_t bytes : where.parts) {
+        kvt_view_t view = kvt_view_t();
+        view.pages = pages.data();
+        view.page_count = pages.size();
+        view.page_tokens = 1;
+        view.run_bytes = bytes;
+        view.shift_bytes = shift;
+        view.memory = KVT_MEMORY_HOST;
+        out.push_back(view);
+        shift += static_cast<std::int64_t>(bytes);
+    }
+    return out;
+}
+
+std::uint64_t decode(const std::array<std::uint8_t, head_bytes> &head) {
+    std::uint64_t value = 0;
+    for (std::size_t at = head_bytes; at-- > 0;) value = value << 8 | head[at];
+    return value;
+}
+
+}  // namespace
+
+void names::add(const std::string &key) {
+    bytes.insert(bytes.end(), key.begin(), key.end());
+    ends.push_back(bytes.size());
+}
+
+objects::objects(const params &given) : params_(given) {
+    kvt::check_abi();
+    open_store();
+    const kvt_store_stats_t stats = store_.stats();
+    const kvt_remote_stats_t remote = store_.remote_stats();
+    has_remote_ = remote.read_circuit != 0;
+    const bool has_disk = stats.disk_limit_bytes != 0, writes_remote = remote.write_circuit != 0;
+    const std::string &level = params_.level;
+    if ((level == "disk" || level == "durable") && !has_disk)
+        throw std::invalid_argument("level=\"" + level + "\" needs a store with a disk: add disk=disk(...) "
+                                    "to the spec");
+    if (level == "remote" && !writes_remote)
+        throw std::invalid_argument("level=\"remote\" needs a store that writes to a remote: add "
+                                    "remote=... to the spec");
+    if (level == "ram") level_ = KVT_LEVEL_RAM;
+    else if (level == "durable") level_ = KVT_LEVEL_DURABLE;
+    else if (level == "disk") level_ = KVT_LEVEL_DISK;
+    else if (level == "remote" || writes_remote) level_ = KVT_LEVEL_REMOTE;
+    else level_ = has_disk ? KVT_LEVEL_DISK : KVT_LEVEL_RAM;
+}
+
+/// Opens the store. `{slot}` in the spec is the number of the first directory that is free.
+void objects::open_store() {
+    const std::string mark = "{slot}";
+    for (int slot = 0;; slot++) {
+        std::string spec;
+        for (std::size_t at = 0, end = 0; end != std::string::npos; at = end + mark.size()) {
+            end = params_.spec.find(mark, at);
+            spec += params_.spec.substr(at, end - at);
+            if (end != std::string::npos) spec += std::to_string(slot);
+        }
+        try {
+            store_ = kvt::store::open(spec);
+            return;
+        } catch (const kvt::exception &error) {
+            if (error.status() != KVT_E_BUSY) throw;
+            if (spec == params_.spec)
+                throw std::invalid_argument(std::string(error.message()) +
+                                            " (several processes need {slot} in the path of the disk)");
+            if (slot + 1 == max_slots) throw;
+        }
+    }
+}
+
+std::shared_ptr<sized> objects::open(std::uint64_t bytes, bool is_head) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    std::shared_ptr<sized> &slot = by_size_[{is_head, bytes}];
+    if (slot) return slot;
+    auto made = std::make_shared<sized>();
+    made->parts = split(bytes);
+    kvt::identity identity;
+    identity.model = is_head ? "nixl head" : "nixl";
+    if (!params_.weights.empty()) identity.weights = params_.weights;
+    if (!params_.bucket.empty()) identity.salt = params_.bucket;
+    made->space = store_.open_namespace(identity, layout_of(made->parts), KVT_NAMESPACE_HOLES);
+    made->session = made->space.open_session();
+    slot = made;
+    return made;
+}
+
+kvt::op objects::lookup(const sized &where, const names &which) const {
+    kvt::submit_opts opts;
+    opts.deadline = kvt::deadline::in(params_.lookup);
+    return where.session.remote_lookup_blocks(which.view(), opts);
+}
+
+kvt::op objects::put(const sized &where, const names &which, std::vector<void *> &pages) const {
+    const std::vector<kvt_view_t> k = views(where, pages);
+    kvt::blocks blocks;
+    blocks.names = which.view();
+    blocks.k = k;
+    blocks.level = level_;
+    return where.session.put_blocks(blocks);
+}
+
+kvt::op objects::get(const sized &where, const names &which, std::vector<void *> &pages) const {
+    const std::vector<kvt_view_t> k = views(where, pages);
+    kvt::blocks blocks;
+    blocks.names = which.view();
+    blocks.k = k;
+    return where.session.get_blocks(blocks);
+}
+
+std::vector<std::uint8_t> objects::find(const sized &where, const names &which) const {
+    std::vector<std::uint8_t> found = where.space.blocks_exist(which.view());
+    bool missing = false;
+    for (const std::uint8_t state : found) missing = missing || state == 0;
+    if (!missing || !has_remote_) return found;
+    (void)lookup(where, which).wait(); // without an answer in time the objects count as missing
+    return where.space.blocks_exist(which.view());
+}
+
+/// What the heads of objects say; 0 for an object without a head.
+std::vector<std::uint64_t> objects::head_values(const std::vector<std::string> &keys) {
+    const std::shared_ptr<sized> where = heads();
+    names all;
+    for (const std::string &key : keys) all.add(key);
+    const std::vector<std::uint8_t> found = find(*where, all);
+    std::vector<std::array<std::uint8_t, head_bytes>> values(keys.size());
+    names present;
+    std::vector<std::size_t> places;
+    std::vector<void *> pages;
+    for (std::size_t at = 0; at < keys.size(); at++) {
+        values[at].fill(0);
+        if (found[at] == 0) continue;
+        present.add(keys[at]);
+        places.push_back(at);
+        pages.push_back(values[at].data());
+    }
+    std::vector<std::uint64_t> out(keys.size(), 0);
+    if (places.empty()) return out;
+    const kvt::op op = get(*where, present, pages);
+    (void)op.wait();
+    std::vector<kvt_op_item_t> items(places.size());
+    const std::size_t count = op.items(items);
+    for (std::size_t at = 0; at < count; at++)
+        if (items[at].status == KVT_OK) out[places[at]] = decode(values[places[at]]);
+    return out;
+}
+
+std::vector<std::uint64_t> objects::sizes(const std::vector<std::string> &keys) {
+    std::vector<std::uint64_t> out = head_values(keys);
+    std::map<std::uint64_t, std::vector<std::size_t>> by_size;
+    for (std::size_t at = 0; at < keys.size(); at++)
+        if (out[at] != 0) by_size[out[at]].push_back(at);
+    for (const auto &[bytes, places] : by_size) {
+        names which;
+        for (const std::size_t at : places) which.add(keys[at]);
+        const std::vector<std::uint8_t> found = find(*of(bytes), which);
+        for (std::size_t at = 0; at < places.size(); at++)
+            if (found[at] == 0) out[places[at]] = 0;
+    }
+    return out;
+}
+
+std::shared_ptr<objects> open_shared(const params &given) {
+    static std::mutex lock;
+    static std::map<std::vector<std::string>, std::weak_ptr<objects>> opened;
+    const std::lock_guard<std::mutex> guard(lock);
+    auto &slot = opened[{given.spec, given.level, given.weights, given.bucket}];
+    std::shared_ptr<objects> found = slot.lock();
+    if (!found) slot = found = std::make_shared<objects>(given);
+    return found;
+}
+
+void batch::add_head(const std::string &key, std::uint64_t bytes) {
+    heads_.push_back(std::make_unique<std::array<std::uint8_t, head_bytes>>());
+    for (std::uint8_t &byte : *heads_.back()) {
+        byte = static_cast<std::uint8_t>(bytes);
+        bytes >>= 8;
+    }
+    add(key, heads_.back()->data());
+}
+
+void batch::start() {
+    status_ = KVT_OK;
+    message_.clear();
+    failed_ = 0;
+    op_ = kvt::op();
+    step_ = !writes_ && store_->has_remote() ? step::lookup : step::copy;
+    (void)advance();
+}
+
+bool batch::advance() {
+    const auto released = [this] { return (op_.info().state & KVT_OP_RELEASED) != 0; };
+    if (step_ == step::lookup) submit();
+    if (step_ == step::looking && released()) step_ = step::copy; // the answers are hints for the get
+    if (step_ == step::copy) submit();
+    if (step_ == step::copying && released()) take_result();
+    return step_ == step::ended;
+}
+
+void batch::submit() {
+    try {
+        const bool looks_up = step_ == step::lookup;
+        op_ = looks_up  ? store_->lookup(*where_, names_)
+              : writes_ ? store_->put(*where_, names_, pages_)
+                        : store_->get(*where_, names_, pages_);
+        step_ = looks_up ? step::looking : step::copying;
+    } catch (const kvt::exception &error) {
+        if (error.status() == KVT_E_AGAIN) return; // too many transfers: the next call tries again
+        status_ = error.status();
+        message_ = error.what();
+        failed_ = names_.count();
+        step_ = step::ended;
+    }
+}
+
+void batch::take_result() {
+    step_ = step::ended;
+    const kvt::error error = op_.error();
+    status_ = error.status();
+    if (status_ != KVT_OK) {
+        message_ = std::string(error.name()) + ": " + error.message();
+        std::vector<kvt_op_item_t> items(names_.count());
+        const std::size_t count = op_.items(items);
+        for (std::size_t at = 0; at < count; at++) failed_ += items[at].status != KVT_OK;
+    }
+    op_ = kvt::op();
+}
+
+void batch::cancel() const {
+    if (op_) op_.cancel();
+}
+
+}  // namespace kvtier_nixl

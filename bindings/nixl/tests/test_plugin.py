@@ -1,0 +1,312 @@
+"""The plugin in real NIXL agents, each in a process of its own.
+
+KVTIER_NIXL_PYTHON names an interpreter that has NIXL and numpy; KVTIER_NIXL_PLUGINS the folder with
+libplugin_KVTIER.so and libplugin_OBJ.so. `ffi-tests/run --engines nixl` provides both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).resolve().parent
+PYTHON = os.environ.get("KVTIER_NIXL_PYTHON", "")
+PLUGINS = os.environ.get("KVTIER_NIXL_PLUGINS", "")
+pytestmark = pytest.mark.skipif(not PYTHON or not PLUGINS,
+                                reason="KVTIER_NIXL_PYTHON and KVTIER_NIXL_PLUGINS are not set")
+ANSWER_SECONDS = 300.0
+#: One byte, a head's size, a page, a block, several parts, and parts of unequal sizes.
+SIZES = [1, 8, 4096, 1 << 20, 8 << 20, (9 << 20) + 3]
+KEYS = [f"model/0123/{at}.bin" for at in range(len(SIZES))]
+
+
+class Agent:
+    """A NIXL agent in a process of its own."""
+
+    def __init__(self, log: Path, params: Dict[str, str], **more: Any) -> None:
+        environment = {**os.environ, "NIXL_PLUGIN_DIR": PLUGINS, **more.pop("environment", {})}
+        self.path, self.log = log, log.open("ab")
+        self.process = subprocess.Popen(
+            [PYTHON, str(HERE / "agent.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log, text=True, env=environment)
+        try:
+            self.call("start", params=params, **more)
+        except BaseException:
+            self.kill()
+            raise
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the agent ended: {self.path.read_text()[-4000:]}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def write(self, keys: List[str] = KEYS, sizes: List[int] = SIZES, **more: Any) -> Any:
+        return self.call("transfer", kind="WRITE", keys=keys, sizes=sizes, **more)
+
+    def read(self, keys: List[str] = KEYS, sizes: List[int] = SIZES, **more: Any) -> Any:
+        return self.call("transfer", kind="READ", keys=keys, sizes=sizes, **more)
+
+    def sizes(self, keys: List[str] = KEYS) -> List[int]:
+        return [int(one["size"]) if one else 0 for one in self.call("query", keys=keys)]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        assert self.process.wait(ANSWER_SECONDS) == 0
+        self.log.close()
+
+
+class Redis:
+    """A Redis server of this test."""
+
+    def __init__(self) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        self.process = subprocess.Popen(["redis-server", "--port", str(self.port), "--save", ""],
+                                        stdout=subprocess.DEVNULL)
+        end = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < end:
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.01)
+        raise AssertionError("redis-server does not start")
+
+    @property
+    def remote(self) -> str:
+        return f'redis(url="redis://127.0.0.1:{self.port}", absent=1)'
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def redis() -> Iterator[Redis]:
+    if not shutil.which("redis-server"):
+        pytest.skip("redis-server is not installed")
+    server = Redis()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    return folder
+
+
+def dir_store(folder: Path, **more: str) -> Dict[str, str]:
+    return {"spec": f'store(host=128MiB, remote=dir(path="{folder}", absent=1))', **more}
+
+
+def sums(keys: List[str] = KEYS, sizes: List[int] = SIZES) -> List[str]:
+    """The sums of the objects, computed here."""
+    out = []
+    for key, size in zip(keys, sizes):
+        seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+        memory = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+        out.append(hashlib.sha256(memory.tobytes()).hexdigest())
+    return out
+
+
+def test_nixl_lists_the_plugin(log: Path, shared: Path) -> None:
+    agent = Agent(log, dir_store(shared))
+    names, params, kinds = agent.call("plugins")
+    assert {"KVTIER", "OBJ"} <= set(names)
+    assert set(params) == {"spec", "level", "weights", "bucket", "lookup_s"}
+    assert set(kinds) == {"DRAM_SEG", "OBJ_SEG"}
+    agent.close()
+
+
+def exchange(log: Path, params: Dict[str, str]) -> None:
+    """One process writes objects, another that was started before, and asked, finds and reads them.
+    `absent=1` in the store: the answer "absent" is forgotten at once."""
+    reader = Agent(log, params, name="reader")
+    assert reader.sizes() == [0] * len(KEYS)
+    writer = Agent(log, params, name="writer")
+    assert writer.write()["states"] == ["DONE"]
+    writer.close()
+    assert reader.sizes([*KEYS, "unknown"]) == [*SIZES, 0]
+    # Twice: from the remote, and from host memory. And a handle may be posted again.
+    for _ in range(2):
+        answer = reader.read(times=2)
+        assert answer["states"] == ["DONE"] * 2 and answer["sums"] == sums()
+    late = Agent(log, params, name="late")  # has not asked before
+    answer = late.read()
+    assert answer["states"] == ["DONE"] and answer["sums"] == sums()
+    late.close()
+    reader.close()
+
+
+def test_two_processes_share_objects_through_a_directory(log: Path, shared: Path) -> None:
+    exchange(log, dir_store(shared))
+
+
+def test_two_processes_share_objects_through_redis(log: Path, redis: Redis) -> None:
+    exchange(log, {"spec": f"store(host=128MiB, remote={redis.remote})"})
+
+
+def test_thousands_of_objects_in_one_transfer(log: Path, shared: Path) -> None:
+    keys, sizes = [f"k{at}" for at in range(3000)], [512 + at % 2 for at in range(3000)]
+    params = dir_store(shared)
+    writer = Agent(log, params)
+    assert writer.write(keys, sizes)["states"] == ["DONE"]
+    writer.close()
+    reader = Agent(log, params)
+    assert reader.sizes(keys) == sizes
+    answer = reader.read(keys, sizes)
+    assert answer["states"] == ["DONE"] and answer["sums"] == sums(keys, sizes)
+    reader.close()
+
+
+def test_an_unknown_key_and_a_wrong_size_are_not_found(log: Path, shared: Path) -> None:
+    agent = Agent(log, dir_store(shared))
+    agent.write()
+    for keys, sizes in ((["unknown"], [4096]), ([KEYS[2]], [4097]), ([*KEYS, "no"], [*SIZES, 7])):
+        with pytest.raises(RuntimeError, match="NOT_FOUND"):
+            agent.read(keys, sizes)
+    assert agent.read()["sums"] == sums()
+    agent.close()
+    assert "a READ of 7 objects failed for 1: KVT_E_NOT_FOUND" in log.read_text()
+
+
+def test_a_damaged_object_is_an_error_and_others_are_read(log: Path, shared: Path) -> None:
+    params = dir_store(shared)
+    writer = Agent(log, params)
+    writer.write()
+    writer.close()
+    damaged = 0
+    for file in shared.rglob("*"):
+        if file.is_file() and file.stat().st_size > 1 << 20:  # of the three large objects
+            with file.open("r+b") as opened:
+                opened.seek(file.stat().st_size // 2)
+                byte = opened.read(1)
+                opened.seek(-1, os.SEEK_CUR)
+                opened.write(bytes([byte[0] ^ 1]))
+            damaged += 1
+    assert damaged >= 3
+    reader = Agent(log, params)
+    for at, size in enumerate(SIZES):
+        if size < 1 << 20:
+            assert reader.read([KEYS[at]], [size])["sums"] == [sums()[at]]
+        else:
+            with pytest.raises(RuntimeError, match="NOT_FOUND"):
+                reader.read([KEYS[at]], [size])
+    reader.close()
+
+
+def test_a_disk_survives_a_restart_and_serves_one_process(log: Path, tmp_path: Path) -> None:
+    disk = f'disk=disk(path="{tmp_path}/d{{slot}}", bytes=256MiB)'
+    params = {"spec": f"store(host=128MiB, {disk})", "level": "durable"}
+    agent = Agent(log, params)
+    assert agent.write()["states"] == ["DONE"]
+    second = Agent(log, params)  # takes another directory
+    assert second.sizes() == [0] * len(KEYS)
+    second.close()
+    with pytest.raises(RuntimeError, match="NIXL_ERR_BACKEND"):
+        Agent(log, {"spec": params["spec"].replace("{slot}", "0")})
+    assert "several processes need {slot}" in log.read_text()
+    agent.kill()
+    agent = Agent(log, params)
+    assert agent.sizes() == SIZES and agent.read()["sums"] == sums()
+    agent.close()
+
+
+def test_buckets_and_weights_separate_objects(log: Path, shared: Path) -> None:
+    params = [dir_store(shared), dir_store(shared, bucket="b"), dir_store(shared, weights="w")]
+    agents = [Agent(log, one) for one in params]
+    agents[1].write()
+    assert [agent.sizes() == SIZES for agent in agents] == [False, True, False]
+    for agent in agents:
+        agent.close()
+
+
+def test_it_stands_for_the_object_plugin(log: Path, shared: Path) -> None:
+    """An engine names OBJ and passes the parameters of S3; the environment names the store."""
+    environment = {"KVTIER_NIXL_SPEC": dir_store(shared)["spec"]}
+    params = {"bucket": "kv", "endpoint_override": "unused", "scheme": "http", "num_threads": "4"}
+    agent = Agent(log, params, plugin="OBJ", environment=environment)
+    assert agent.write()["states"] == ["DONE"] and agent.sizes() == SIZES
+    agent.close()
+
+
+@pytest.mark.parametrize("params, words", [
+    ({}, "the parameter spec is missing"),
+    ({"spec": "store", "sepc": "x"}, 'there is no parameter "sepc": use spec, level'),
+    ({"spec": "shop(host=1GiB)"}, "shop"),
+    ({"spec": "store", "level": "far"}, 'level="far" is unknown: use ram'),
+    ({"spec": "store", "level": "remote"}, 'level="remote" needs a store that writes to a remote'),
+    ({"spec": "store", "level": "durable"}, 'level="durable" needs a store with a disk'),
+    ({"spec": "store", "lookup_s": "soon"}, 'lookup_s="soon" is invalid: give seconds'),
+    ({"spec": 'store(remote=dir(path="/nowhere/at/all"))'}, "/nowhere/at/all"),
+])
+def test_bad_parameters_are_refused_in_words(log: Path, params: Dict[str, str], words: str) -> None:
+    with pytest.raises(RuntimeError, match="NIXL_ERR_BACKEND"):
+        Agent(log, params)
+    assert words in log.read_text()
+
+
+@pytest.mark.parametrize("what, words", [
+    ({"keys": ["k"], "sizes": [4096], "offset": 512}, "from offset 0"),
+    ({"keys": ["k"], "sizes": [4096], "short": 1}, "MISMATCH|INVALID_PARAM"),
+])
+def test_bad_transfers_are_refused(log: Path, shared: Path, what: Any, words: str) -> None:
+    agent = Agent(log, dir_store(shared))
+    with pytest.raises(RuntimeError) as refused:
+        agent.call("refused", kind="WRITE", **what)
+    assert any(word in str(refused.value) + log.read_text() for word in words.split("|"))
+    assert agent.write()["states"] == ["DONE"]
+    agent.close()
+
+
+def test_a_transfer_may_be_released_while_it_runs(log: Path, shared: Path) -> None:
+    agent = Agent(log, dir_store(shared))
+    keys = [f"large{at}" for at in range(16)]
+    agent.call("abandon", kind="WRITE", keys=keys, sizes=[8 << 20] * 16)
+    assert agent.write()["states"] == ["DONE"]
+    agent.call("abandon", kind="READ", keys=KEYS, sizes=SIZES)
+    assert agent.read()["sums"] == sums()
+    agent.close()
+
+
+def test_a_dead_server_is_an_error_and_the_agent_goes_on(log: Path, redis: Redis) -> None:
+    params = {"spec": f"store(host=128MiB, remote={redis.remote})", "lookup_s": "1"}
+    agent = Agent(log, params)
+    assert agent.write(KEYS[:4], SIZES[:4])["states"] == ["DONE"]
+    redis.kill()
+    with pytest.raises(RuntimeError, match="BACKEND"):
+        agent.write(["new"], [4096])
+    with pytest.raises(RuntimeError, match="NOT_FOUND"):
+        agent.read(["other"], [4096])
+    assert agent.read(KEYS[:4], SIZES[:4])["sums"] == sums(KEYS[:4], SIZES[:4])  # host memory
+    agent.close()
