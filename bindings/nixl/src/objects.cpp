@@ -1,5 +1,6 @@
 #include "objects.hpp"
 
+#include <cstdlib>
 #include <stdexcept>
 
 namespace kvtier_nixl {
@@ -8,6 +9,21 @@ namespace {
 
 /// Most directories that `{slot}` tries.
 constexpr int max_slots = 64;
+
+/// The credentials of the remote, from the environment.
+std::vector<kvt_secret_t> secrets() {
+    static constexpr std::array<std::array<const char *, 2>, 5> known = {{
+        {"password", "KVTIER_REMOTE_PASSWORD"},
+        {"s3.key", "KVTIER_REMOTE_S3_KEY"},
+        {"s3.secret", "KVTIER_REMOTE_S3_SECRET"},
+        {"s3.token", "KVTIER_REMOTE_S3_TOKEN"},
+        {"seal", "KVTIER_REMOTE_SEAL"},
+    }};
+    std::vector<kvt_secret_t> out;
+    for (const auto &[name, variable] : known)
+        if (const char *value = std::getenv(variable)) out.push_back(kvt::secret(name, value));
+    return out;
+}
 
 std::vector<std::uint64_t> split(std::uint64_t bytes) {
     const std::uint64_t count = (bytes + part_bytes - 1) / part_bytes;
@@ -66,6 +82,9 @@ void names::add(const std::string &key) {
 
 objects::objects(const params &given) : params_(given) {
     kvt::check_abi();
+    kvt::runtime_opts opts;
+    opts.name = "kvt-nixl";
+    runtime_ = kvt::runtime::open(opts);
     open_store();
     const kvt_store_stats_t stats = store_.stats();
     const kvt_remote_stats_t remote = store_.remote_stats();
@@ -88,6 +107,7 @@ objects::objects(const params &given) : params_(given) {
 /// Opens the store. `{slot}` in the spec is the number of the first directory that is free.
 void objects::open_store() {
     const std::string mark = "{slot}";
+    const std::vector<kvt_secret_t> credentials = secrets();
     for (int slot = 0;; slot++) {
         std::string spec;
         for (std::size_t at = 0, end = 0; end != std::string::npos; at = end + mark.size()) {
@@ -96,7 +116,10 @@ void objects::open_store() {
             if (end != std::string::npos) spec += std::to_string(slot);
         }
         try {
-            store_ = kvt::store::open(spec);
+            kvt::store_opts opts;
+            opts.spec = spec;
+            opts.secrets = credentials;
+            store_ = kvt::store::open(runtime_, opts);
             return;
         } catch (const kvt::exception &error) {
             if (error.status() != KVT_E_BUSY) throw;

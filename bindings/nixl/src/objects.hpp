@@ -71,6 +71,7 @@ private:
     void open_store();
 
     params params_;
+    kvt::runtime runtime_;
     kvt::store store_;
     kvt_level_t level_ = KVT_LEVEL_RAM;
     bool has_remote_ = false;

@@ -1,4 +1,4 @@
-"""A process with a NIXL agent. Reads one JSON command a line from stdin, and answers with one line."""
+"""A process with a NIXL agent. Reads one JSON command a line, and answers with one line."""
 
 from __future__ import annotations
 

@@ -81,12 +81,13 @@ class Agent:
 class Redis:
     """A Redis server of this test."""
 
-    def __init__(self) -> None:
+    def __init__(self, *options: str) -> None:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             self.port = one.getsockname()[1]
-        self.process = subprocess.Popen(["redis-server", "--port", str(self.port), "--save", ""],
-                                        stdout=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--save", "", *options],
+            stdout=subprocess.DEVNULL)
         end = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < end:
             with socket.socket() as one:
@@ -97,7 +98,7 @@ class Redis:
 
     @property
     def remote(self) -> str:
-        return f'redis(url="redis://127.0.0.1:{self.port}", absent=1)'
+        return f'redis(url="redis://127.0.0.1:{self.port}", absent=1, timeout=600000)'
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -126,7 +127,8 @@ def shared(tmp_path: Path) -> Path:
 
 
 def dir_store(folder: Path, **more: str) -> Dict[str, str]:
-    return {"spec": f'store(host=128MiB, remote=dir(path="{folder}", absent=1))', **more}
+    remote = f'dir(path="{folder}", absent=1, timeout=600000)'
+    return {"spec": f"store(host=128MiB, remote={remote})", **more}
 
 
 def sums(keys: List[str] = KEYS, sizes: List[int] = SIZES) -> List[str]:
@@ -150,7 +152,8 @@ def test_nixl_lists_the_plugin(log: Path, shared: Path) -> None:
 
 def exchange(log: Path, params: Dict[str, str]) -> None:
     """One process writes objects, another that was started before, and asked, finds and reads them.
-    `absent=1` in the store: the answer "absent" is forgotten at once."""
+    `absent=1` in the store: the answer "absent" is forgotten at once. Timeouts are long for slow
+    machines."""
     reader = Agent(log, params, name="reader")
     assert reader.sizes() == [0] * len(KEYS)
     writer = Agent(log, params, name="writer")
@@ -174,6 +177,21 @@ def test_two_processes_share_objects_through_a_directory(log: Path, shared: Path
 
 def test_two_processes_share_objects_through_redis(log: Path, redis: Redis) -> None:
     exchange(log, {"spec": f"store(host=128MiB, remote={redis.remote})"})
+
+
+def test_the_password_of_the_remote_comes_from_the_environment(log: Path) -> None:
+    if not shutil.which("redis-server"):
+        pytest.skip("redis-server is not installed")
+    server = Redis("--requirepass", "secret")
+    try:
+        params = {"spec": f"store(host=128MiB, remote={server.remote})"}
+        agent = Agent(log, params, environment={"KVTIER_REMOTE_PASSWORD": "secret"})
+        assert agent.write()["states"] == ["DONE"]
+        agent.close()
+        with pytest.raises(RuntimeError, match="NIXL_ERR_BACKEND"):
+            Agent(log, params, environment={"KVTIER_REMOTE_PASSWORD": "wrong"})
+    finally:
+        server.kill()
 
 
 def test_thousands_of_objects_in_one_transfer(log: Path, shared: Path) -> None:
