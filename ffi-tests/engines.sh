@@ -3,11 +3,12 @@
 #
 #   ffi-tests/engines.sh PREBUILT WORK [--bench] [ENGINE...]
 #
-# ENGINE is llama.cpp, lmdeploy, vllm, sglang, transformers, mooncake or lmcache; default: all.
+# ENGINE is llama.cpp, nixl, lmdeploy, vllm, sglang, transformers, mooncake or lmcache; default: all.
 # PREBUILT has lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified llama-server, built
-# in WORK/../llama; the others are Python packages. vLLM also runs whole, on the processor, from an
-# environment of its own in WORK/../vllm (8 GB). For the others WORK gets one (8 GB) with torch,
-# transformers and the engines' wheels, without their dependencies: only their interfaces are used.
+# in WORK/../llama; nixl is a plugin for NIXL's wheel, built in WORK/../nixl; the others are Python
+# packages. vLLM also runs whole, on the processor, from an environment of its own in WORK/../vllm
+# (8 GB). For the others WORK gets one (8 GB) with torch, transformers and the engines' wheels,
+# without their dependencies: only their interfaces are used.
 # KVTIER_ENGINES_PYTHON names an interpreter that has all of them. With --bench the bench scripts
 # run, too, and print one line per result, JSON or text; Mooncake's script has lmdeploy's results. A
 # test that cannot run prints SKIP and the reason.
@@ -17,7 +18,7 @@ work=${2:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
 shift 2
 bench=""
 if [ "${1:-}" = --bench ]; then bench=1 && shift; fi
-known="llama.cpp lmdeploy vllm sglang transformers mooncake lmcache"
+known="llama.cpp nixl lmdeploy vllm sglang transformers mooncake lmcache"
 engines=${*:-$known}
 for engine in $engines; do
     case " $known " in *" $engine "*) ;; *) echo "unknown engine '$engine': use $known" && exit 2 ;; esac
@@ -25,6 +26,10 @@ done
 case " $engines " in
     *" llama.cpp "*) with_server=1 engines=$(echo " $engines " | sed 's/ llama\.cpp / /') ;;
     *) with_server="" ;;
+esac
+case " $engines " in
+    *" nixl "*) with_nixl=1 engines=$(echo " $engines " | sed 's/ nixl / /') ;;
+    *) with_nixl="" ;;
 esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 prebuilt=$(cd "$prebuilt" && pwd) || exit 1
@@ -34,8 +39,12 @@ failed=0
 if [ -n "$with_server" ]; then
     echo "--- llama.cpp, an unmodified llama-server"
     "$root/bindings/llama.cpp/server_test.sh" "$prebuilt" "$(dirname "$work")/llama" ${bench:+--bench} || failed=1
-    [ -n "${engines// /}" ] || exit $failed
 fi
+if [ -n "$with_nixl" ]; then
+    echo "--- NIXL, its wheel with the plugin"
+    "$root/bindings/nixl/test.sh" "$prebuilt" "$(dirname "$work")/nixl" ${bench:+--bench} || failed=1
+fi
+[ -n "${engines// /}" ] || exit $failed
 export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Engines must not use the network.
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
