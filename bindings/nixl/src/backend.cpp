@@ -161,7 +161,8 @@ public:
             if (of.status == NIXL_IN_PROG) return NIXL_ERR_REPOST_ACTIVE;
             of.status = NIXL_IN_PROG;
             for (batch &one : of.batches) one.start();
-            return check(of);
+            // A failure is left to checkXfer, as by plugins that cannot fail here: engines rely on that.
+            return check(of) == NIXL_SUCCESS ? NIXL_SUCCESS : NIXL_IN_PROG;
         });
     }
 
