@@ -121,7 +121,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(
                 transfer.engine_id, block, layerwise=layerwise,
-                save_decode=save_decode, use_hints=use_hints, policy=settings.policy)
+                save_decode=save_decode, use_hints=use_hints, policy=settings.policy,
+                role=transfer.kv_role)
             return
         model, rank, count = vllm_config.model_config, _rank(parallel), (
             parallel.tensor_parallel_size)

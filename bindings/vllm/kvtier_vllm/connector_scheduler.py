@@ -45,11 +45,13 @@ class _Request:
 
 class Scheduler:
     """Looks up in the worker's store where the only worker is in this process. Otherwise it sends
-    lookups to all workers with the next step, because a store belongs to one process."""
+    lookups to all workers with the next step, because a store belongs to one process. `role` is
+    the engine's `kv_role`: a producer loads nothing, a consumer saves nothing."""
 
     def __init__(self, engine: str, block_tokens: int, *, layerwise: bool, save_decode: bool,
-                 use_hints: bool, policy: str = "") -> None:
+                 use_hints: bool, policy: str = "", role: str = "kv_both") -> None:
         self._engine, self._block = engine, block_tokens
+        self._loads, self._saves = role != "kv_producer", role != "kv_consumer"
         self._layerwise, self._save_decode, self._hints = layerwise, save_decode, use_hints
         self._requests: Dict[str, _Request] = {}
         self._pending_lookups: Dict[str, int] = {}
@@ -74,7 +76,7 @@ class Scheduler:
         """The number of tokens beyond `computed` that can be loaded, and whether they load
         between steps. The number is None while a lookup is not answered."""
         limit = (request.num_tokens - 1) // self._block * self._block
-        if request.prompt_embeds is not None or computed % self._block:
+        if not self._loads or request.prompt_embeds is not None or computed % self._block:
             return 0, False
         name, tokens = request.request_id, list(request.all_token_ids[:limit])
         self.on_new_request(request)
@@ -161,7 +163,7 @@ class Scheduler:
 
     def _save(self, state: _Request, computed: int, output: Any) -> None:
         request = state.request
-        if state.stale or request.prompt_embeds is not None:
+        if not self._saves or state.stale or request.prompt_embeds is not None:
             return
         # KV computed from blocks whose load then fails is garbage on every rank. So nothing is
         # saved before the results of these loads are known.

@@ -123,6 +123,29 @@ def test_prefixes_of_other_engines_are_found_at_the_remote(make: Any, roles: Any
     alone.close()
 
 
+def test_a_producer_loads_nothing_and_a_consumer_saves_nothing(make: Any, roles: Any,
+                                                               layerwise: bool,
+                                                               remote_scheduler: bool,
+                                                               tmp_path: Path) -> None:
+    shared = {"spec": f'store(host=64MiB, remote=dir(path="{tmp_path}", timeout=600000))',
+              "level": "remote", "layerwise": layerwise, "remote_lookup_s": 60}
+    prompt, other = list(range(100)), list(range(200, 300))
+    producer = mini.Engine(make, roles, extra=shared, role="kv_producer")
+    assert [producer.run(mini.Request(name, prompt)) for name in "ab"] == [0, 0]
+    # Tokens that the engine still has in its cache are saved, too.
+    assert producer.run(mini.Request("c", prompt + [5] * 20), computed=96) == 0
+    producer.close()
+    consumer = mini.Engine(make, roles, extra=shared, role="kv_consumer")
+    assert consumer.run(mini.Request("a", prompt + [5] * 20), decode=40) == 112
+    assert [consumer.run(mini.Request(name, other)) for name in "bc"] == [0, 0]
+    assert "saved_tokens" not in consumer.workers[0].worker.counts
+    consumer.close()
+    both = mini.Engine(make, roles, extra=shared)
+    assert both.run(mini.Request("a", other)) == 0
+    assert both.run(mini.Request("b", other)) == 96
+    both.close()
+
+
 def test_local_prefixes_are_hits_when_the_remote_lookup_fails(make: Any, roles: Any,
                                                               remote_scheduler: bool,
                                                               monkeypatch: pytest.MonkeyPatch,

@@ -24,12 +24,12 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 
 def configs(extra: Dict[str, Any], *, layers: int = 3, blocks: int = 64, tp: int = 1,
-            engine: str = "e", **parallel: int) -> Any:
+            engine: str = "e", role: str = "kv_both", **parallel: int) -> Any:
     """A VllmConfig and a KVCacheConfig."""
     transfer = SimpleNamespace(
         kv_connector="KvtierConnector", kv_connector_module_path="kvtier_vllm.connector",
-        kv_connector_extra_config=extra, kv_role="kv_both", engine_id=engine,
-        is_kv_producer=True)
+        kv_connector_extra_config=extra, kv_role=role, engine_id=engine,
+        is_kv_producer=role != "kv_consumer")
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(model="tiny", dtype="bfloat16", revision=None),
@@ -79,10 +79,12 @@ class Engine:
     """A scheduler and its workers, each with caches of shape [blocks, heads, tokens, numbers]."""
 
     def __init__(self, make: Callable[..., Any], roles: Any, *, extra: Dict[str, Any],
-                 layers: int = 3, blocks: int = 64, ranks: int = 1, engine: str = "e") -> None:
+                 layers: int = 3, blocks: int = 64, ranks: int = 1, engine: str = "e",
+                 role: str = "kv_both") -> None:
         self.layerwise = bool(extra.get("layerwise"))
         self.layers, self.ranks, self.block_count = layers, ranks, blocks
-        config, cache = configs(extra, layers=layers, blocks=blocks, engine=engine, tp=ranks)
+        config, cache = configs(extra, layers=layers, blocks=blocks, engine=engine, tp=ranks,
+                                role=role)
         self.names = list(cache.kv_cache_groups[0].layer_names)
         self.workers, self.caches = [], []  # type: List[Any], List[List[Any]]
         for rank in range(ranks):
