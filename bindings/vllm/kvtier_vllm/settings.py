@@ -24,6 +24,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
 
 _LEVELS = {"ram": kvtier.LEVEL_RAM, "disk": kvtier.LEVEL_DISK, "durable": kvtier.LEVEL_DURABLE,
            "remote": kvtier.LEVEL_REMOTE}
+#: The secrets of a remote, and the environment variables that have them.
+_SECRETS = {"password": "KVTIER_REMOTE_PASSWORD", "s3.key": "KVTIER_REMOTE_S3_KEY",
+            "s3.secret": "KVTIER_REMOTE_S3_SECRET", "s3.token": "KVTIER_REMOTE_S3_TOKEN",
+            "seal": "KVTIER_REMOTE_SEAL"}
 #: Most seconds that a request may wait for a remote lookup.
 _MAX_SECONDS = 60.0
 
@@ -56,6 +60,12 @@ def _seconds(name: str, value: Any) -> float:
         raise invalid(f"{name}={value!r} is out of range: give seconds from 0 to "
                       f"{_MAX_SECONDS:.0f}")
     return float(value)
+
+
+def _secrets() -> Dict[str, bytes]:
+    """The secrets of the remote, which must not be in a configuration that engines log."""
+    return {name: os.environ[variable].encode() for name, variable in _SECRETS.items()
+            if os.environ.get(variable)}
 
 
 def flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -166,7 +176,7 @@ class SharedStore:
                 self.runtime, settings.spec or "store", host_bytes=settings.host_bytes,
                 disk_bytes=settings.disk_bytes, disk_path=settings.disk_path,
                 policy=settings.policy, disk_policy=settings.disk_policy, write=settings.write,
-                device=self.device))
+                device=self.device, secrets=_secrets()))
             #: The policy of host memory, also where the spec or the default gives it.
             self.policy = settings.policy or kvtier.Advisor.policy_of(self.store)
             self._resources = resources.pop_all()
