@@ -91,7 +91,8 @@ class engine final : public nixlBackendEngine {
 public:
     explicit engine(const nixlBackendInitParams *init)
         : nixlBackendEngine(init),
-          objects_(open_shared(read_params(*init->customParams, init->type == "OBJ"))) {}
+          objects_(std::make_shared<objects>(
+              read_params(*init->customParams, init->type == "OBJ"))) {}
 
     bool supportsRemote() const override { return false; }
     bool supportsLocal() const override { return true; }

@@ -25,6 +25,17 @@ std::vector<kvt_secret_t> secrets() {
     return out;
 }
 
+std::string with_slot(const std::string &spec, int slot) {
+    const std::string mark = "{slot}";
+    std::string out;
+    for (std::size_t at = 0, end = 0; end != std::string::npos; at = end + mark.size()) {
+        end = spec.find(mark, at);
+        out += spec.substr(at, end - at);
+        if (end != std::string::npos) out += std::to_string(slot);
+    }
+    return out;
+}
+
 std::vector<std::uint64_t> split(std::uint64_t bytes) {
     const std::uint64_t count = (bytes + part_bytes - 1) / part_bytes;
     if (count == 0 || count > max_parts)
@@ -80,14 +91,49 @@ void names::add(const std::string &key) {
     ends.push_back(bytes.size());
 }
 
-objects::objects(const params &given) : params_(given) {
+/// Opens the store. `{slot}` in the spec is the number of the first directory that is free.
+shared_store::shared_store(const std::string &spec) {
     kvt::check_abi();
-    kvt::runtime_opts opts;
-    opts.name = "kvt-nixl";
-    runtime_ = kvt::runtime::open(opts);
-    open_store();
-    const kvt_store_stats_t stats = store_.stats();
-    const kvt_remote_stats_t remote = store_.remote_stats();
+    kvt::runtime_opts named;
+    named.name = "kvt-nixl";
+    runtime = kvt::runtime::open(named);
+    const std::vector<kvt_secret_t> credentials = secrets();
+    for (int slot = 0;; slot++) {
+        const std::string text = with_slot(spec, slot);
+        kvt::store_opts opts;
+        opts.spec = text;
+        opts.secrets = credentials;
+        try {
+            store = kvt::store::open(runtime, opts);
+            return;
+        } catch (const kvt::exception &error) {
+            if (error.status() != KVT_E_BUSY) throw;
+            if (text == spec)
+                throw std::invalid_argument(std::string(error.message()) +
+                                            " (several processes need {slot} in the path of the disk)");
+            if (slot + 1 == max_slots) throw;
+        }
+    }
+}
+
+std::shared_ptr<shared_store> shared_store::open(const std::string &spec) {
+    static std::mutex lock;
+    static std::map<std::string, std::weak_ptr<shared_store>> opened;
+    const std::lock_guard<std::mutex> guard(lock);
+    auto &slot = opened[spec];
+    std::shared_ptr<shared_store> found = slot.lock();
+    if (!found) slot = found = std::make_shared<shared_store>(spec);
+    return found;
+}
+
+objects::objects(const params &given) : params_(given), shared_(shared_store::open(given.spec)) {
+    choose_level();
+}
+
+/// The level of writes: as given, else that of the farthest tier.
+void objects::choose_level() {
+    const kvt_store_stats_t stats = shared_->store.stats();
+    const kvt_remote_stats_t remote = shared_->store.remote_stats();
     has_remote_ = remote.read_circuit != 0;
     const bool has_disk = stats.disk_limit_bytes != 0, writes_remote = remote.write_circuit != 0;
     const std::string &level = params_.level;
@@ -104,47 +150,35 @@ objects::objects(const params &given) : params_(given) {
     else level_ = has_disk ? KVT_LEVEL_DISK : KVT_LEVEL_RAM;
 }
 
-/// Opens the store. `{slot}` in the spec is the number of the first directory that is free.
-void objects::open_store() {
-    const std::string mark = "{slot}";
-    const std::vector<kvt_secret_t> credentials = secrets();
-    for (int slot = 0;; slot++) {
-        std::string spec;
-        for (std::size_t at = 0, end = 0; end != std::string::npos; at = end + mark.size()) {
-            end = params_.spec.find(mark, at);
-            spec += params_.spec.substr(at, end - at);
-            if (end != std::string::npos) spec += std::to_string(slot);
-        }
-        try {
-            kvt::store_opts opts;
-            opts.spec = spec;
-            opts.secrets = credentials;
-            store_ = kvt::store::open(runtime_, opts);
-            return;
-        } catch (const kvt::exception &error) {
-            if (error.status() != KVT_E_BUSY) throw;
-            if (spec == params_.spec)
-                throw std::invalid_argument(std::string(error.message()) +
-                                            " (several processes need {slot} in the path of the disk)");
-            if (slot + 1 == max_slots) throw;
-        }
-    }
-}
-
 std::shared_ptr<sized> objects::open(std::uint64_t bytes, bool is_head) {
     const std::lock_guard<std::mutex> guard(lock_);
-    std::shared_ptr<sized> &slot = by_size_[{is_head, bytes}];
-    if (slot) return slot;
+    const auto found = by_size_.find({is_head, bytes});
+    if (found != by_size_.end()) {
+        found->second->used = ++uses_;
+        return found->second;
+    }
     auto made = std::make_shared<sized>();
     made->parts = split(bytes);
+    if (by_size_.size() >= max_sizes) close_one();
     kvt::identity identity;
     identity.model = is_head ? "nixl head" : "nixl";
     if (!params_.weights.empty()) identity.weights = params_.weights;
     if (!params_.bucket.empty()) identity.salt = params_.bucket;
-    made->space = store_.open_namespace(identity, layout_of(made->parts), KVT_NAMESPACE_HOLES);
+    made->space =
+        shared_->store.open_namespace(identity, layout_of(made->parts), KVT_NAMESPACE_HOLES);
     made->session = made->space.open_session();
-    slot = made;
+    made->used = ++uses_;
+    by_size_[{is_head, bytes}] = made;
     return made;
+}
+
+void objects::close_one() {
+    auto oldest = by_size_.end();
+    for (auto at = by_size_.begin(); at != by_size_.end(); ++at)
+        if (at->second.use_count() == 1 &&
+            (oldest == by_size_.end() || at->second->used < oldest->second->used))
+            oldest = at;
+    if (oldest != by_size_.end()) by_size_.erase(oldest);
 }
 
 kvt::op objects::lookup(const sized &where, const names &which) const {
@@ -220,16 +254,6 @@ std::vector<std::uint64_t> objects::sizes(const std::vector<std::string> &keys) 
             if (found[at] == 0) out[places[at]] = 0;
     }
     return out;
-}
-
-std::shared_ptr<objects> open_shared(const params &given) {
-    static std::mutex lock;
-    static std::map<std::vector<std::string>, std::weak_ptr<objects>> opened;
-    const std::lock_guard<std::mutex> guard(lock);
-    auto &slot = opened[{given.spec, given.level, given.weights, given.bucket}];
-    std::shared_ptr<objects> found = slot.lock();
-    if (!found) slot = found = std::make_shared<objects>(given);
-    return found;
 }
 
 void batch::add_head(const std::string &key, std::uint64_t bytes) {

@@ -28,6 +28,8 @@ constexpr std::uint64_t part_bytes = 4 << 20;
 constexpr std::uint64_t max_parts = 4096;
 /// Most objects of one op.
 constexpr std::size_t max_names = 1024;
+/// Most sizes whose namespaces are open, unless running transfers need more. A store has room for 64.
+constexpr std::size_t max_sizes = 48;
 
 /// The objects of one size.
 struct sized {
@@ -35,6 +37,8 @@ struct sized {
     kvt::session session;
     /// Bytes of each part, in order.
     std::vector<std::uint64_t> parts;
+    /// Number of its last use.
+    std::uint64_t used = 0;
 };
 
 /// The names of some objects.
@@ -47,7 +51,16 @@ struct names {
     kvt::block_names view() const { return {bytes, 0, ends}; }
 };
 
-/// A store, which agents of one process share.
+/// A store. Agents of one process with equal specs share it, because a directory belongs to one store.
+struct shared_store {
+    explicit shared_store(const std::string &spec);
+    static std::shared_ptr<shared_store> open(const std::string &spec);
+
+    kvt::runtime runtime;
+    kvt::store store;
+};
+
+/// The objects of an agent.
 class objects {
 public:
     explicit objects(const params &given);
@@ -65,23 +78,21 @@ public:
 
 private:
     std::shared_ptr<sized> open(std::uint64_t bytes, bool is_head);
+    /// Closes the namespace that was used least recently, of those that nothing uses.
+    void close_one();
     /// A byte per name, 0 if the object is missing, after a lookup at the remote.
     std::vector<std::uint8_t> find(const sized &where, const names &which) const;
     std::vector<std::uint64_t> head_values(const std::vector<std::string> &keys);
-    void open_store();
+    void choose_level();
 
     params params_;
-    kvt::runtime runtime_;
-    kvt::store store_;
+    std::shared_ptr<shared_store> shared_;
     kvt_level_t level_ = KVT_LEVEL_RAM;
     bool has_remote_ = false;
     std::mutex lock_;
     std::map<std::pair<bool, std::uint64_t>, std::shared_ptr<sized>> by_size_;
+    std::uint64_t uses_ = 0;
 };
-
-/// The objects with these parameters. Agents of a process share them, because a directory belongs to one
-/// store.
-std::shared_ptr<objects> open_shared(const params &given);
 
 /// A request for objects of one size, at most `max_names`: a lookup at the remote if need be, then a
 /// copy. `advance` never blocks.

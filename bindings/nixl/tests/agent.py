@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
@@ -16,11 +16,17 @@ ANSWER_SECONDS = 300.0
 
 
 class Agent:
-    def __init__(self, params: Dict[str, str], name: str = "agent", plugin: str = "KVTIER") -> None:
+    def __init__(self, params: Dict[str, str], name: str = "agent", plugin: str = "KVTIER",
+                 others: Sequence[Dict[str, str]] = ()) -> None:
         self.name, self.plugin = name, plugin
         self.agent = nixl_agent(name, nixl_agent_config(backends=[]))
         self.agent.create_backend(plugin, params)
         self.next_id = 1
+        self.others = [Agent(one, f"{name}{at}", plugin) for at, one in enumerate(others)]
+
+    def others_see(self, keys: List[str]) -> Any:
+        """How many of the objects each other agent of this process finds."""
+        return [sum(found is not None for found in one.query(keys)) for one in self.others]
 
     def plugins(self) -> Any:
         return [sorted(self.agent.get_plugin_list()), self.agent.get_plugin_params(self.plugin),

@@ -207,6 +207,31 @@ def test_thousands_of_objects_in_one_transfer(log: Path, shared: Path) -> None:
     reader.close()
 
 
+def test_many_sizes_one_after_the_other(log: Path, shared: Path) -> None:
+    agent = Agent(log, dir_store(shared))
+    for first in range(0, 160, 40):
+        keys, sizes = [f"k{at}" for at in range(first, first + 40)], [
+            100 + at for at in range(first, first + 40)]
+        assert agent.write(keys, sizes)["states"] == ["DONE"]
+    for first in range(0, 160, 40):
+        keys, sizes = [f"k{at}" for at in range(first, first + 40)], [
+            100 + at for at in range(first, first + 40)]
+        assert agent.sizes(keys) == sizes and agent.read(keys, sizes)["sums"] == sums(keys, sizes)
+    with pytest.raises(RuntimeError, match="BACKEND"):
+        agent.write([f"n{at}" for at in range(99)], [1000 + at for at in range(99)])
+    agent.close()
+    assert "64 layouts, the limit" in log.read_text()
+
+
+def test_agents_of_one_process_share_a_store(log: Path, tmp_path: Path) -> None:
+    """A disk directory could not be opened twice. Buckets stay separate."""
+    spec = f'store(host=64MiB, disk=disk(path="{tmp_path}/d", bytes=64MiB))'
+    agent = Agent(log, {"spec": spec}, others=[{"spec": spec, "bucket": "b"}, {"spec": spec}])
+    agent.write(KEYS[:3], SIZES[:3])
+    assert agent.call("others_see", keys=KEYS[:3]) == [0, 3]
+    agent.close()
+
+
 def test_an_unknown_key_and_a_wrong_size_are_not_found(log: Path, shared: Path) -> None:
     agent = Agent(log, dir_store(shared))
     agent.write()

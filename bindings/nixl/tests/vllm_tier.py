@@ -1,6 +1,6 @@
 """vLLM's secondary tier `obj`, unchanged, as its scheduler drives it: vllm_tier.py store|load.
 
-Prints JSON: the blocks that the tier reports as stored, and of those loaded whether their bytes are right."""
+Prints JSON: whether the blocks were stored; which are found, and whether loads are right."""
 
 from __future__ import annotations
 
