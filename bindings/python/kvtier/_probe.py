@@ -105,9 +105,18 @@ def accepts(callee: Parameters, caller: Parameters) -> bool:
 
 
 def _text(found: Parameters) -> str:
-    plain = [one.replace(annotation=inspect.Parameter.empty) for one in found]
-    text = str(inspect.Signature(plain))
-    return re.sub(r"=[^,)]+", "=...", text) if "=" in text else text
+    """Parameters without annotations, and without the values of defaults."""
+    plain = [one.replace(annotation=one.empty, default=one.empty if one.default is one.empty
+                         else _DEFAULT) for one in found]
+    return str(inspect.Signature(plain))
+
+
+class _Default:
+    def __repr__(self) -> str:
+        return "..."
+
+
+_DEFAULT = _Default()
 
 
 def _parameters_of(owner: Any, name: str) -> Optional[Parameters]:
@@ -126,13 +135,20 @@ def _has(owner: Any, name: str) -> bool:
     """Whether a class has an attribute, a field, or an attribute that its `__init__` sets."""
     if hasattr(owner, name):
         return True
+    if name in getattr(owner, "__dataclass_fields__", ()):
+        return True
     for base in getattr(owner, "__mro__", ()):
         code = getattr(vars(base).get("__init__"), "__code__", None)
-        if (name in getattr(base, "__annotations__", ())
-                or name in getattr(base, "__struct_fields__", ())  # of msgspec
-                or name in getattr(code, "co_names", ())):
+        if name in getattr(code, "co_names", ()) or name in _annotations(base):
             return True
     return False
+
+
+def _annotations(owner: Any) -> Any:
+    try:
+        return getattr(owner, "__annotations__", ())
+    except NameError:  # Python 3.14 evaluates them, and some names are for type checkers only
+        return ()
 
 
 def _of_name(label: str, owner: Any, interface: Interface) -> Iterator[str]:
@@ -234,9 +250,13 @@ class Engine:
             return
         _warned.add((self.name, version))
         warnings.warn(
-            f"{self.name} {version} was not tested with {self.package}, whose tests ran with "
-            f"{self.name} {' and '.join(self.tested)}. The interfaces that it uses are the same",
+            f"{self.name} {version} was not tested with {self.package}, which was tested with "
+            f"{self.name} {self._tested_text()}. The interfaces that it uses are the same",
             stacklevel=3)
+
+    def _tested_text(self) -> str:
+        *most, last = self.tested
+        return f"{', '.join(most)} and {last}" if most else last
 
     def _rejected(self, version: str, reason: str) -> Exception:
         return make(_abi.KVT_E_UNSUPPORTED,
