@@ -46,7 +46,7 @@ EXTRAS = {
     "mooncake": ["numpy"],
     "sglang": ["sglang==0.5.23"],
     "transformers": ["torch", "transformers>=5.23,<6"],
-    "vllm": ["vllm>=0.32,<0.34"],
+    "vllm": ["vllm>=0.31,<0.34"],
 }
 SHT_DYNAMIC, SHT_GNU_VERNEED = 6, 0x6FFFFFFE
 DT_NEEDED = 1

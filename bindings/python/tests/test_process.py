@@ -196,8 +196,8 @@ def test_extras_name_the_versions_that_connectors_support() -> None:
                                  ("lmcache", "_config.py", 'TESTED = "{}"')]:
         version = build_wheel.EXTRAS[name][0].partition("==")[2]
         assert constant.format(version) in text(name, file)
-    assert 'SUPPORTED = ("0.32", "0.33")' in text("vllm", "_engine.py")
-    assert build_wheel.EXTRAS["vllm"] == ["vllm>=0.32,<0.34"]
+    assert 'tested=("0.31", "0.32", "0.33"), oldest="0.31"' in text("vllm", "_engine.py")
+    assert build_wheel.EXTRAS["vllm"] == ["vllm>=0.31,<0.34"]
     for needed in build_wheel.EXTRAS["transformers"]:
         assert needed in text("transformers", "__init__.py")
     assert 'extra == "vllm"' in build_wheel.metadata()

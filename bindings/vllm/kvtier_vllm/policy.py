@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Dict, List, Optional, Tuple
 import kvtier
 
 from . import _engine, hints
+from ._versions import StoreContexts
 
-_engine.require()
+_engine.require("policy")
 
 from vllm.v1.kv_offload.cpu.policies.base import (  # noqa: E402
     CachePolicy,
@@ -60,6 +61,7 @@ class KvtierPolicy(CachePolicy):
         self._pending_inserts: List[Tuple[_Entry, Any]] = []
         self._pin_changes: Dict[int, _Entry] = {}
         self._chunk_tokens = 0
+        self._contexts = StoreContexts(CachePolicy)
         with _lock:
             _live.add(self)
 
@@ -87,14 +89,14 @@ class KvtierPolicy(CachePolicy):
         entry = self._entries.get(key)
         return None if entry is None else entry.chunk
 
-    def insert(self, key: Any, chunk: ChunkStatus, req_context: Any) -> None:
+    def insert(self, key: Any, chunk: ChunkStatus, req_context: Any = None) -> None:
         number = _chunk_id(key)
         while number in self._by_id:
             number = (number + 1) & _BITS
         entry = _Entry(number, key, chunk)
         self._entries[key] = self._by_id[number] = entry
         self._evictable += not entry.is_pinned
-        self._pending_inserts.append((entry, req_context))
+        self._pending_inserts.append((entry, self._contexts.of_insert(key, req_context)))
 
     def remove(self, key: Any) -> None:
         entry = self._entries[key]
@@ -118,6 +120,8 @@ class KvtierPolicy(CachePolicy):
 
     def on_store_miss(self, keys: Iterable[Any], req_context: Any) -> None:
         self._flush()
+        keys = list(keys)
+        self._contexts.missed(keys, req_context)
         ids = [number for number in map(_chunk_id, keys) if number not in self._by_id]
         if ids:
             self._policy.lookup(ids, self._context(req_context, len(ids)))
@@ -125,8 +129,9 @@ class KvtierPolicy(CachePolicy):
     def on_request_finished(self, key_groups: Sequence[Sequence[Any]], insertion_only_keys: Any,
                             reused_keys: Any, req_context: Any) -> None:
         self._flush()
-        keys = [key for key in order_request_keys(key_groups, req_context)
-                if key in self._entries]
+        ordered = order_request_keys(key_groups, req_context)
+        self._contexts.finished(ordered, req_context)
+        keys = [key for key in ordered if key in self._entries]
         given = hints.of_request(req_context)
         # A store is no use of a chunk. It counts as one only for lru, which has no use counts.
         used = keys if self._only_recency else [key for key in keys if key in reused_keys]

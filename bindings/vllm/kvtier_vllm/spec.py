@@ -25,7 +25,7 @@ from .settings import (
     unsupported,
 )
 
-_engine.require()
+_engine.require("spec")
 
 from vllm.v1.kv_offload.base import (  # noqa: E402
     GPULoadStoreSpec,

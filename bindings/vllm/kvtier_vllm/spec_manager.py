@@ -13,7 +13,7 @@ from . import _engine
 from .remote_lookups import RemoteLookups
 from .settings import SharedStore, logger
 
-_engine.require()
+_engine.require("spec")
 
 from vllm.v1.kv_offload.base import (  # noqa: E402
     LoadStoreSpec,

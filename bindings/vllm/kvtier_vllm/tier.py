@@ -14,10 +14,11 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine, hints, identity
+from ._versions import TIER_LABEL
 from .remote_lookups import RemoteLookups
 from .settings import Settings, SharedStore, acquire, flag, invalid, logger, reject_unknown, release
 
-_engine.require()
+_engine.require("tier")
 
 from vllm.v1.kv_offload.base import (  # noqa: E402
     Locality,
@@ -29,7 +30,6 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
-    TIER_LABEL,
     JobResult,
     SecondaryTierManager,
     TransferJob,

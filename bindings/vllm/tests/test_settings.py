@@ -1,8 +1,7 @@
-"""Options of stores, hints of requests, and supported versions."""
+"""Options of stores, and hints of requests."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import shutil
 import socket
@@ -108,18 +107,6 @@ def test_a_text_is_no_boolean() -> None:
             flag({"f": wrong}, "f", True)
     with pytest.raises(kvtier.InvalidError, match="layerwise"):
         KvtierConnector.requires_piecewise_for_cudagraph({"layerwise": "false"})
-
-
-@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.330.0", "0.3", ""])
-@pytest.mark.parametrize("name", ["tier", "policy", "spec", "connector"])
-def test_unsupported_engine_versions_are_rejected(monkeypatch: pytest.MonkeyPatch, version: str,
-                                                  name: str) -> None:
-    import vllm
-
-    monkeypatch.setattr(vllm, "__version__", version)
-    monkeypatch.delitem(sys.modules, f"kvtier_vllm.{name}", raising=False)
-    with pytest.raises(kvtier.UnsupportedError, match="0.33"):
-        importlib.import_module(f"kvtier_vllm.{name}")
 
 
 def test_a_store_is_shared_by_key_and_closed_by_its_last_user() -> None:

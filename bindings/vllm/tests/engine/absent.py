@@ -71,19 +71,24 @@ class _Module(types.ModuleType):
 
 #: Modules that the tested code names in annotations, and that import most of the engine.
 REPLACED = (
-    "vllm.config", "vllm.distributed.device_communicators.shm_broadcast", "vllm.platforms",
-    "vllm.triton_utils", "vllm._custom_ops", "vllm.forward_context", "vllm.v1.attention.backend",
-    "vllm.v1.outputs", "vllm.distributed.kv_events", "vllm.utils.torch_utils",
-    "vllm.v1.core.sched.output", "vllm.v1.kv_cache_interface", "prometheus_client",
-    "vllm.distributed.parallel_state", "vllm.config.kv_transfer", "vllm.platforms.interface",
-    "vllm.multimodal.utils", "vllm.multimodal.inputs", "vllm.utils.system_utils",
-    "vllm.v1.core.kv_cache_utils",
+    "vllm.config", "vllm.config.ec_manager_config", "vllm.config.kv_transfer",
+    "vllm.distributed.device_communicators.shm_broadcast", "vllm.platforms",
+    "vllm.platforms.interface", "vllm.triton_utils", "vllm._custom_ops", "vllm.forward_context",
+    "vllm.compilation", "vllm.compilation.cuda_graph", "vllm.pooling_params",
+    "vllm.sampling_params", "vllm.v1.attention.backend", "vllm.v1.attention.backends",
+    "vllm.v1.attention.backends.registry", "vllm.v1.engine", "vllm.v1.metrics.stats",
+    "vllm.v1.structured_output", "vllm.v1.structured_output.request", "vllm.v1.utils",
+    "vllm.distributed.kv_events", "vllm.utils.torch_utils", "prometheus_client",
+    "vllm.distributed.parallel_state", "vllm.multimodal.utils", "vllm.multimodal.inputs",
+    "vllm.utils.system_utils", "vllm.v1.core.kv_cache_utils",
 )
 #: Packages whose `__init__` is not run; the modules inside are the engine's.
 EMPTY_PACKAGES = ("vllm", "vllm.distributed", "vllm.distributed.kv_transfer", "vllm.utils",
                   "vllm.v1",
                   "vllm.distributed.device_communicators", "vllm.v1.attention", "vllm.v1.core",
                   "vllm.v1.core.sched", "vllm.multimodal")
+#: Names of these packages that modules import.
+PACKAGE_NAMES = ("vllm.utils.length_from_prompt_token_ids_or_embeds",)
 
 
 def engine() -> str:
@@ -101,6 +106,9 @@ def engine() -> str:
     for name in REPLACED:
         if name.startswith("vllm") or importlib.util.find_spec(name) is None:
             sys.modules[name] = _Module(name)
+    for name in PACKAGE_NAMES:
+        package_name, _, name = name.rpartition(".")
+        setattr(sys.modules[package_name], name, _placeholder(name))
     version = importlib.metadata.version("vllm")
     setattr(sys.modules["vllm"], "__version__", version)
     return version

@@ -1,4 +1,4 @@
-"""Compares the stubs of vLLM's interfaces with the installed vLLM."""
+"""Compares the stubs of vLLM's interfaces, which are those of 0.33, with the installed vLLM."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import Any, List, Tuple
 
 import pytest
+import vllm
+from kvtier import _probe
+
+if not vllm.__version__.startswith("0.33."):
+    pytest.skip("the stubs are those of vLLM 0.33", allow_module_level=True)
 
 STUBS = Path(__file__).resolve().parents[1] / "stubs"
 MODULES = [str(path.relative_to(STUBS).with_suffix("")).replace("/", ".")
@@ -96,9 +101,9 @@ def test_overrides_have_the_installed_signatures(module: str, name: str) -> None
             continue
         for base in ours.__mro__[1:]:
             if method in vars(base):
-                mine, theirs = signature_of(plain), signature_of(vars(base)[method])
-                assert [one[:1] + one[2:] for one in mine] == [
-                    one[:1] + one[2:] for one in theirs], method
+                mine, theirs = (_probe._parameters_of(cls, method) for cls in (ours, base))
+                assert mine is not None and theirs is not None
+                assert _probe.accepts(mine, theirs), method
                 compared += 1
                 break
     assert compared >= 2

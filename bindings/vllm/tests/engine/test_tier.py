@@ -196,11 +196,14 @@ def test_reset_cache_drains_jobs(engine: Engine) -> None:
     engine.store(list(range(16)))
     engine.manager.reset_cache()
     engine.rows[:] = 0
-    engine.manager.on_reset_flushed()
+    if hasattr(engine.manager, "on_reset_flushed"):  # since vLLM 0.33
+        engine.manager.on_reset_flushed()
     assert all(engine.load(list(range(16))).values())
 
 
 def test_threads_may_call_under_the_managers_lock(engine: Engine) -> None:
+    if not hasattr(engine.manager, "lock"):
+        pytest.skip("vLLM before 0.33 calls managers from one thread only")
     wrong: List[BaseException] = []
 
     def work(seed: int) -> None:

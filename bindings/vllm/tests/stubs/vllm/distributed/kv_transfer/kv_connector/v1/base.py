@@ -32,6 +32,10 @@ class KVConnectorWorkerMetadata(ABC):
 
 
 class KVConnectorBase_V1(ABC):  # noqa: N801
+    @property
+    def requires_kv_delivery(self):
+        return True
+
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config):
         return True

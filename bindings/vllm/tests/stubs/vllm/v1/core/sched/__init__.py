@@ -1,0 +1,1 @@
+"""Part of the stubs of vLLM; see the package root."""
