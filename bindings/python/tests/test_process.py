@@ -192,7 +192,7 @@ def test_extras_name_the_versions_that_connectors_support() -> None:
         return (found[name] / file).read_text(encoding="utf-8")
 
     for name, file, constant in [("lmdeploy", "_activate.py", 'SUPPORTED = ("{}",)'),
-                                 ("sglang", "_config.py", 'TESTED = "{}"'),
+                                 ("sglang", "_engine.py", 'tested=("{}",)'),
                                  ("lmcache", "_config.py", 'TESTED = "{}"')]:
         version = build_wheel.EXTRAS[name][0].partition("==")[2]
         assert constant.format(version) in text(name, file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from . import _engine
 
-_engine.NEEDS.check()
+_engine.require("storage")
 
 from ._config import Settings  # noqa: E402
 from ._storage import KvtierStorage  # noqa: E402

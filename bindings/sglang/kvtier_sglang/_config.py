@@ -12,9 +12,6 @@ import kvtier
 from kvtier import _abi
 from kvtier._errors import make
 
-#: The version of SGLang that this package implements and is tested with.
-TESTED = "0.5.23"
-
 LEVELS: Dict[str, int] = {
     "ram": kvtier.LEVEL_RAM, "disk": kvtier.LEVEL_DISK, "durable": kvtier.LEVEL_DURABLE,
     "remote": kvtier.LEVEL_REMOTE,
@@ -68,8 +65,6 @@ class Settings:
     hints: bool = True
     #: Let each rank keep a copy of KV that is equal on all ranks (MLA).
     mla_copies: bool = False
-    #: An untested version of SGLang that is accepted beside the tested one.
-    sglang_version: str = ""
     #: Part of the identity: pages with another tag are not found.
     tag: str = ""
 
@@ -109,21 +104,6 @@ def _checked(name: str, kind: str, value: Any) -> Any:
         raise invalid(f"extra config: {name} is {value!r}, but must be of type "
                       f"{wanted[-1].__name__}")
     return value
-
-
-def check_version(settings: Settings) -> None:
-    """Raises `kvtier.UnsupportedError` unless SGLang has the tested or the allowed version."""
-    try:
-        from sglang.version import __version__ as found
-    except ImportError as error:
-        raise unsupported(f"SGLang is not installed: pip install sglang=={TESTED}"
-                          ) from error
-    if found in (TESTED, settings.sglang_version):
-        return
-    raise unsupported(
-        f"SGLang {found} is not the version that kvtier_sglang was tested with ({TESTED}): "
-        f"install that version, or accept yours with \"sglang_version\": \"{found}\" in the extra "
-        "config, after bindings/sglang/tests/engine have passed with it")
 
 
 def rank_name(config: Any) -> str:

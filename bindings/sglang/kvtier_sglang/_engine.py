@@ -1,25 +1,20 @@
-"""The version of SGLang that this package needs, and how its interface is imported."""
+"""The versions of SGLang that this package supports."""
 
 from __future__ import annotations
 
-from typing import ContextManager
+from kvtier._probe import Engine
 
-from kvtier._needs import Needs
+from ._interfaces import INTERFACES
 
-from ._config import TESTED, unsupported
-
-NEEDS = Needs("kvtier_sglang", f"SGLang {TESTED}", f"sglang=={TESTED}",
-              ("sglang", "torch", "numpy"))
+ENGINE = Engine(name="SGLang", tested=("0.5.23",), oldest="0.5.22", package="kvtier_sglang",
+                install="sglang==0.5.23", modules=("sglang", "torch", "numpy"))
 
 
-def imports() -> ContextManager[None]:
-    """A context for imports from SGLang: names the version in the error if an import fails."""
-    return NEEDS.imports(_reject_other_version)
+def require(part: str) -> None:
+    """Raises an error unless the installed SGLang has the interfaces of a part: "storage" or
+    "linker". ImportError if SGLang or another module is missing."""
+    ENGINE.needs.check()
+    from sglang.version import __version__ as version
 
-
-def _reject_other_version() -> None:
-    from sglang.version import __version__ as found
-
-    if found != TESTED:
-        raise unsupported(f"SGLang {found} does not have the interface of {TESTED}, which "
-                          f"kvtier_sglang needs: pip install sglang=={TESTED}")
+    ENGINE.check_version(version)  # before any other of its modules is imported
+    ENGINE.check(version, INTERFACES[part])

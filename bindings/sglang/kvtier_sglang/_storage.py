@@ -13,23 +13,19 @@ import kvtier
 import torch
 from kvtier import _abi
 from kvtier._errors import make
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 
-from ._engine import imports
-
-with imports():
-    from sglang.srt.mem_cache.hicache_storage import (
-        HiCacheStorage,
-        HiCacheStorageConfig,
-        HiCacheStorageExtraInfo,
-        PoolName,
-        PoolTransfer,
-        PoolTransferResult,
-    )
-
+from . import _versions
 from ._config import (
     LEVELS,
     Settings,
-    check_version,
     invalid,
     open_store,
     shard,
@@ -75,7 +71,7 @@ class _TransferStats:
 
 def reject_unsupported(config: HiCacheStorageConfig, settings: Settings) -> None:
     """Rejects configurations that cannot work, when the server starts."""
-    if config.dcp_size > 1:
+    if _versions.dcp_size(config) > 1:
         raise unsupported(f"decode context parallelism (dcp_size={config.dcp_size}) is not "
                           "supported: SGLang allows it with its file and Mooncake backends only")
     if config.should_split_heads:
@@ -88,6 +84,10 @@ def reject_unsupported(config: HiCacheStorageConfig, settings: Settings) -> None
             "write it; the other ranks would never find it in their own stores: set "
             "\"mla_copies\": true (each rank then keeps a copy), use --enable-dp-attention, or "
             "a storage that ranks share")
+    if config.is_mla_model and config.tp_size > 1 and not _versions.asks_later_who_writes(config):
+        raise unsupported('"mla_copies": true needs SGLang 0.5.23 or newer: before, only rank 0 '
+                          "can write KV that is equal on all ranks: run pip install "
+                          "sglang==0.5.23, or use --enable-dp-attention")
 
 
 def rank_identity(config: HiCacheStorageConfig, settings: Settings) -> kvtier.Identity:
@@ -107,7 +107,6 @@ class KvtierStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: object = None) -> None:
         self.settings = Settings.of(storage_config.extra_config)
-        check_version(self.settings)
         reject_unsupported(storage_config, self.settings)
         if storage_config.is_mla_model and storage_config.tp_size > 1:
             # The controller reads this object to decide which rank writes. Each rank has its

@@ -13,29 +13,30 @@ import torch
 from kvtier import _abi
 from kvtier._errors import make
 
-from ._engine import imports
+from . import _engine
 
-with imports():
-    from sglang.srt.mem_cache.hicache_storage import (
-        HiCacheStorageConfig,
-        PoolName,
-        PoolTransfer,
-    )
-    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
-        resolve_hybrid_device_pool_group,
-    )
-    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
-        LayerWiseLoadCounter,
-        UnifiedCacheLinker,
-    )
-    from sglang.srt.runtime_context import get_model, get_parallel
-    from sglang.srt.utils import get_device_module
+_engine.require("linker")
 
-from ._config import LEVELS, Settings, check_version, open_store, shard
-from ._eviction_log import EvictionLog
-from ._hints import Hints
-from ._layers import LayerPages
-from ._prefixes import loadable_prefixes
+from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+    HiCacheStorageConfig,
+    PoolName,
+    PoolTransfer,
+)
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (  # noqa: E402
+    resolve_hybrid_device_pool_group,
+)
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E402
+    LayerWiseLoadCounter,
+    UnifiedCacheLinker,
+)
+from sglang.srt.runtime_context import get_model, get_parallel  # noqa: E402
+from sglang.srt.utils import get_device_module  # noqa: E402
+
+from ._config import LEVELS, Settings, open_store, shard  # noqa: E402
+from ._eviction_log import EvictionLog  # noqa: E402
+from ._hints import Hints  # noqa: E402
+from ._layers import LayerPages  # noqa: E402
+from ._prefixes import loadable_prefixes  # noqa: E402
 
 logger = logging.getLogger("kvtier_sglang")
 Transfers = List[PoolTransfer]
@@ -59,7 +60,6 @@ class KvtierLinker(UnifiedCacheLinker):
                  extra_config: Optional[Dict[str, Any]] = None,
                  forward_stream: Any = None) -> None:
         self.settings = Settings.of(extra_config)
-        check_version(self.settings)
         self.forward_stream = forward_stream
         self.pool_group = resolve_hybrid_device_pool_group(
             kvcache=params.token_to_kv_pool_allocator.get_kvcache(), page_size=params.page_size,

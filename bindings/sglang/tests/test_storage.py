@@ -19,6 +19,7 @@ import torch
 from kvtier_sglang import KvtierStorage
 from mini import LAYOUTS, MiniPool, MovedPool, StatePool, config, names
 from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
@@ -450,13 +451,11 @@ def test_equal_kv_on_all_ranks_needs_mla_copies() -> None:
         KvtierStorage(config(should_split_heads=True), {})
 
 
-def test_untested_versions_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sglang.version
-
-    monkeypatch.setattr(sglang.version, "__version__", "0.6.0")
-    with pytest.raises(kvtier.UnsupportedError, match='"sglang_version": "0.6.0"'):
-        KvtierStorage(config(), {})
-    KvtierStorage(config({"sglang_version": "0.6.0"}), {}).close()
+def test_ranks_of_older_versions_cannot_copy_equal_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 0.5.23 the controller decides which rank writes before it creates the storage."""
+    monkeypatch.delattr(HiCacheStorageConfig, "is_storage_writer")
+    with pytest.raises(kvtier.UnsupportedError, match="0.5.23 or newer"):
+        KvtierStorage(config({"mla_copies": True}, is_mla_model=True, tp_rank=1, tp_size=2), {})
 
 
 def test_close_while_threads_read_and_write(tmp_path: Path) -> None:

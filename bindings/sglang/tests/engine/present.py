@@ -6,7 +6,7 @@ import importlib
 import os
 
 import pytest
-from kvtier_sglang._config import TESTED
+from kvtier_sglang._engine import ENGINE
 
 
 def missing() -> str:
@@ -20,7 +20,8 @@ def missing() -> str:
         except Exception as error:
             return f"SGLang does not import: {error}"
     found = importlib.import_module("sglang.version").__version__
-    return "" if found == TESTED else f"SGLang {found} is installed, but {TESTED} is needed"
+    return "" if ENGINE.is_tested(found) else (
+        f"SGLang {found} is installed, but {' or '.join(ENGINE.tested)} is needed")
 
 
 if missing():

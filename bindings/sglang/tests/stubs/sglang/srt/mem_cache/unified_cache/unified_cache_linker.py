@@ -44,6 +44,8 @@ class LayerWiseLoadCounter:
 
 
 class UnifiedCacheLinker(ABC):
+    layer_done_counter: object
+    pools: dict
     forward_stream = None
 
     def record_offload_ready(self):
