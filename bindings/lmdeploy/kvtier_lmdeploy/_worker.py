@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import OrderedDict
 from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
@@ -75,6 +76,8 @@ class WorkerSide:
     def _open(self, rows: _rows.Rows) -> None:
         settings = self._settings
         store_options = settings.store_of(self._global_rank, self._tp_size)
+        if settings.disk_path:  # the store itself makes only its own directory in it
+            os.makedirs(settings.disk_path, mode=0o700, exist_ok=True)
         runtime = self._runtime = kvtier.Runtime(workers=int(settings.workers), name="lmdeploy")
         try:
             name = settings.device or ("" if rows.device == "cpu" else rows.device)

@@ -463,11 +463,13 @@ def test_calls_on_the_wrong_side_or_in_the_wrong_order(closing: Callable[[Any], 
 
 def test_workers_have_separate_directories(tmp_path: Path,
                                            closing: Callable[[Any], Any]) -> None:
-    disk = {**HOST, "disk_path": str(tmp_path), "disk_bytes": 256 << 20}
+    folder = tmp_path / "made" / "here"
+    disk = {**HOST, "disk_path": str(folder), "disk_bytes": 256 << 20}
     for rank in range(2):
         closing(stubs.worker(stubs.cache_config(disk), tensors(arrays()), global_rank=rank,
                              tp_rank=rank, tp_size=2))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    assert sorted(one.name for one in folder.iterdir()) == ["rank-0", "rank-1"]
+    assert folder.stat().st_mode & 0o777 == 0o700
     with pytest.raises(kvtier.BusyError):
         stubs.worker(stubs.cache_config(disk), tensors(arrays()))
 
