@@ -61,6 +61,9 @@ small="$small aiohttp apache-tvm-ffi compressed-tensors dill gguf ipython loguru
 pybase64 pyzmq requests sentencepiece setproctitle starlette torchvision uvloop"
 # Imports of LMCache's engine and backends.
 small="$small aiofile cachetools cryptography numba prometheus_client py-cpuinfo sortedcontainers"
+# Imports of SGLang's whole engine, and of lmdeploy's. The rest of their requirements are GPU kernels.
+small="$small accelerate einops fastapi mmengine-lite openai partial-json-parser protobuf python-multipart \
+shortuuid tiktoken uvicorn watchfiles xgrammar zstandard"
 # SGLang compiles its page hash at the first use, with ninja and OpenSSL's headers.
 small="$small ninja"
 
