@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// The layers from the top down; a module may use modules of lower layers only.
 const LAYERS: [&[&str]; 6] = [
-    &["ffi"],
+    &["api", "ffi"],
     &["store", "offload", "stream", "trace"],
     &["policy", "sparse", "tier"],
     &["attention", "device", "format", "io"],
@@ -24,7 +24,7 @@ const SYSTEM: [&str; 6] =
 
 /// The store's modules from the top down. A module may use modules of the same and of lower levels.
 const STORE: [&[&str]; 5] = [
-    &["bundle", "control", "handle"],
+    &["bundle", "control", "guards", "handle"],
     &["capacity", "spec"],
     &["executor"],
     &["state"],

@@ -237,6 +237,14 @@ impl Op {
         }
     }
 
+    /// The result of a resolved op.
+    pub fn result(&self) -> Result<()> {
+        match self.info().status.and_then(Status::from_code) {
+            Some(Status::Ok) | None => Ok(()),
+            Some(status) => Err(self.error().unwrap_or_else(|| status.into())),
+        }
+    }
+
     /// The items. After the release their buffers are released and their outcomes remain.
     pub fn items(&self) -> &[Item] {
         self.items.as_slice()

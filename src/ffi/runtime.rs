@@ -510,11 +510,7 @@ pub(crate) unsafe fn finish(
     }
     let object = inspect(handle)?;
     object.wait(RELEASED, deadline_ns)?;
-    let info = info_of(&object);
-    let result = match Status::from_code(info.status) {
-        Some(Status::Ok) | None => Ok(()),
-        Some(status) => Err(object.error().unwrap_or_else(|| status.into())),
-    };
+    let (info, result) = (info_of(&object), object.result());
     drop(object);
     // SAFETY: the caller's promise.
     unsafe {

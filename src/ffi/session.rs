@@ -111,30 +111,7 @@ pub struct kvt_session_info_t {
     pub layers: u32,
 }
 
-/// A session, by its number in the store. The number is reused only after the last call on the
-/// handle has returned.
-pub(crate) struct SessionNoun {
-    pub(crate) ns: Arc<Namespace>,
-    pub(crate) number: u32,
-}
-
-impl SessionNoun {
-    /// Number of its tokens.
-    pub(crate) fn tokens(&self) -> Result<u64> {
-        let tokens = |core: &StoreState| -> Result<u64> {
-            Ok(core.session(self.number)?.path().tokens().len() as u64)
-        };
-        self.ns.store.inspect(tokens)?
-    }
-}
-
-impl Drop for SessionNoun {
-    fn drop(&mut self) {
-        if let Err(error) = self.ns.store.release_with(|core| core.close_session(self.number)) {
-            log::error!("internal: a session could not be closed in its store: {error}");
-        }
-    }
-}
+pub(crate) use crate::store::guards::Session as SessionNoun;
 
 noun!(SessionNoun, kvt_session_t, 12, "session");
 
@@ -171,9 +148,7 @@ pub unsafe extern "C" fn kvt_session_open(
     require(out)?;
     let opts = options(&read(opts)?)?;
     let entered = enter(ns)?;
-    let ns = entered.0.clone();
-    let number = ns.store.with(|core| core.open_session(ns.number, &opts))?;
-    out.write(insert(SessionNoun { ns, number })?);
+    out.write(insert(SessionNoun::open(&entered.0, &opts)?)?);
     Ok(())
 }
 
@@ -192,9 +167,7 @@ pub unsafe extern "C" fn kvt_session_fork(
     require(out)?;
     let opts = options(&read(opts)?)?;
     let session = enter(session)?;
-    let ns = session.ns.clone();
-    let number = ns.store.with(|core| core.fork(session.number, &opts))?;
-    out.write(insert(SessionNoun { ns, number })?);
+    out.write(insert(session.fork(&opts)?)?);
     Ok(())
 }
 

@@ -26,10 +26,9 @@
 
 use std::ffi::{c_char, c_void};
 
-use crate::base::budget::{Budget, Tier};
+use crate::base::budget::Tier;
 use crate::base::callback::{Foreign as Callback, refuse_reentry};
 use crate::base::core::Core;
-use crate::base::runtime::Runtime;
 use crate::base::status::{Error, Result, Status};
 use crate::base::sync::Arc;
 use crate::fail;
@@ -48,9 +47,7 @@ use crate::ffi::policy::{kvt_policy_log_entry_t, log_entry};
 use crate::ffi::runtime::{
     RuntimeHandle, RuntimeNoun, begin_one, kvt_op_t, kvt_runtime_t, kvt_submit_opts_t, on_runtime,
 };
-use crate::format::codec::Codec;
 use crate::format::keys::identity::{Extra, Identity, MAX_EXTRA, Shard};
-use crate::format::keys::{Fingerprint, recipe};
 use crate::meta::chunks::WHOLE;
 use crate::meta::cost::Cost;
 use crate::meta::dtype::Dtype;
@@ -61,10 +58,10 @@ use crate::store::bundle::Bundle;
 use crate::store::events::{Event, Kind};
 use crate::store::handle::Store;
 use crate::store::spec::{CustomRemote, Fields, Secrets, StoreSpec};
+use crate::store::state::Write;
 use crate::store::state::plans::{LookupRange, LookupResult};
 use crate::store::state::snapshot::MOST_EVICTIONS;
 use crate::store::state::stats::{Engine, Latency, TIMED, Tenant};
-use crate::store::state::{NamespaceOpts, Write};
 use crate::store::token_path::MAX_TOKENS;
 use crate::tier::remote::breaker::State as BreakerState;
 use crate::tier::remote::name::Prefix;
@@ -199,18 +196,16 @@ pub unsafe extern "C" fn kvt_open(
 ) -> kvt_status_t {
     require(out)?;
     let spec = if spec.is_null() { "" } else { text("spec", spec, spec_bytes)? };
-    let Bundle { runtime, budget, store: spec } = Bundle::parse(spec)?;
-    if spec.has_custom_remote() {
+    let bundle = Bundle::parse(spec)?;
+    if bundle.store.has_custom_remote() {
         fail!(
             Invalid,
             "the spec has remote=custom(...): open the store with kvt_store_open, which takes the \
              callbacks"
         );
     }
-    let runtime = Runtime::open(runtime)?;
-    let core = runtime.core().clone();
-    let budget = budget.map(|budget| Budget::open(&core, &budget)).transpose()?;
-    let store = Arc::new(Store::open(&core, budget.as_ref(), &spec)?);
+    let (runtime, store) = bundle.open()?;
+    let (core, store) = (runtime.core().clone(), Arc::new(store));
     let runtime = RuntimeHandle::of(insert(RuntimeNoun(runtime))?);
     match insert(StoreNoun { core, store, runtime, owns_runtime: true }) {
         Ok(handle) => out.write(handle),
@@ -517,27 +512,7 @@ pub struct kvt_layout_t {
     pub v_bytes: u64,
 }
 
-/// An open namespace. Its sessions keep it open.
-pub(crate) struct Namespace {
-    pub(crate) core: Arc<crate::base::core::Core>,
-    pub(crate) store: Arc<Store>,
-    pub(crate) number: u32,
-    pub(crate) layers: usize,
-    pub(crate) chunk_tokens: u32,
-    pub(crate) key: Key,
-}
-
-impl Drop for Namespace {
-    fn drop(&mut self) {
-        let closed = self.store.release_with(|core| {
-            core.close_namespace(self.number);
-            Ok(())
-        });
-        if let Err(error) = closed {
-            log::error!("internal: a namespace could not be closed in its store: {error}");
-        }
-    }
-}
+pub(crate) use crate::store::guards::Namespace;
 
 pub(crate) struct NamespaceNoun(pub(crate) Arc<Namespace>);
 
@@ -561,11 +536,16 @@ unsafe fn field<'a>(data: *const c_void, len: u64, name: &str) -> Result<Option<
     }
 }
 
-/// The key of an identity with a layout.
+/// Opens a namespace with the identity that C gave.
 ///
 /// # Safety
-/// Its pointers are null or valid for their lengths.
-unsafe fn key_of(given: &kvt_identity_t, layout: &Layout) -> Result<Key> {
+/// Pointers of `given` are null or valid for their lengths.
+unsafe fn namespace_of(
+    noun: &StoreNoun,
+    given: &kvt_identity_t,
+    layout: Layout,
+    flags: kvt_namespace_flags_t,
+) -> Result<Namespace> {
     let shard = match (given.shard_index, given.shard_count) {
         (0, 0) => None,
         (index, count) => Some(Shard { index, count }),
@@ -590,7 +570,7 @@ unsafe fn key_of(given: &kvt_identity_t, layout: &Layout) -> Result<Key> {
         Identity {
             model: field(given.model, given.model_bytes, "model")?,
             weights: field(given.weights, given.weights_bytes, "weights")?,
-            layout: Some(Fingerprint::of(&layout.encode())),
+            layout: None,
             lora: field(given.lora, given.lora_bytes, "lora")?,
             media: field(given.media, given.media_bytes, "media")?,
             salt: field(given.salt, given.salt_bytes, "salt")?,
@@ -599,17 +579,8 @@ unsafe fn key_of(given: &kvt_identity_t, layout: &Layout) -> Result<Key> {
             extra: &extra,
         }
     };
-    identity.key()
-}
-
-/// The codec that the recipe of an identity names; none = the store's.
-///
-/// # Safety
-/// Its pointers are null or valid for their lengths.
-unsafe fn codec_of(given: &kvt_identity_t) -> Result<Option<Codec>> {
-    // SAFETY: the caller's promise.
-    let recipe = unsafe { field(given.recipe, given.recipe_bytes, "recipe")? };
-    recipe::codec_of(recipe.unwrap_or(&[])).map_err(|e| e.within("recipe"))
+    let holes = flags & KVT_NAMESPACE_HOLES != 0;
+    Namespace::open(&noun.core, &noun.store, &identity, layout, holes, given.remote_tenant)
 }
 
 /// Reads a layout.
@@ -854,22 +825,7 @@ pub unsafe extern "C" fn kvt_namespace_open(
     }
     require(out)?;
     let (layout, identity) = (layout_of(&read(layout)?)?, read(identity)?);
-    let (key, layout, codec, tenant) =
-        (key_of(&identity, &layout)?, layout, codec_of(&identity)?, identity.remote_tenant);
-    let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
-    let opts = NamespaceOpts { key, layout, holes: flags & KVT_NAMESPACE_HOLES != 0 };
-    let noun = enter(store)?;
-    let number = noun.store.with(|core| {
-        let number = core.open_namespace(&opts)?;
-        core.set_codec(number, codec);
-        if let Err(error) = core.set_tenant(number, tenant) {
-            core.close_namespace(number);
-            return Err(error);
-        }
-        Ok(number)
-    })?;
-    let (core, store) = (noun.core.clone(), noun.store.clone());
-    let ns = Namespace { core, store, number, layers, chunk_tokens, key };
+    let ns = namespace_of(&*enter(store)?, &identity, layout, flags)?;
     out.write(insert(NamespaceNoun(Arc::new(ns)))?);
     Ok(())
 }

@@ -1,11 +1,12 @@
 //! The spec of a store with its own runtime and budget: `store(...)`, or
 //! `kvtier(workers=4, name="kvt", budget=budget(host=8GiB), store=store(...))`.
 
-use crate::base::budget::{BudgetOpts, TIERS, Tier};
-use crate::base::runtime::RuntimeOpts;
+use crate::base::budget::{Budget, BudgetOpts, TIERS, Tier};
+use crate::base::runtime::{Runtime, RuntimeOpts};
 use crate::base::spec::describe::{Description, Param};
 use crate::base::spec::{Reader, Spec};
 use crate::base::status::Result;
+use crate::store::handle::Store;
 use crate::store::spec::StoreSpec;
 
 /// Parameters of `kvtier`.
@@ -74,6 +75,15 @@ impl Bundle {
             "kvtier" => Bundle::read(&spec),
             _ => Err(spec.unknown_name(&["store", "kvtier"])),
         }
+    }
+
+    /// Opens the runtime, the budget and the store.
+    pub fn open(self) -> Result<(Runtime, Store)> {
+        let runtime = Runtime::open(self.runtime)?;
+        let core = runtime.core();
+        let budget = self.budget.map(|budget| Budget::open(core, &budget)).transpose()?;
+        let store = Store::open(core, budget.as_ref(), &self.store)?;
+        Ok((runtime, store))
     }
 
     /// Reads `kvtier(...)`.

@@ -854,6 +854,16 @@ impl Store {
         ended
     }
 
+    /// Closes a store after a defect. A panic ends ops while other workers may still copy: when this
+    /// returns, no thread of the store touches memory of callers any more.
+    pub fn halt(&self) {
+        self.inner.state.lock().broken = true;
+        self.inner.abort_all();
+        if let Err(error) = self.close(0) {
+            log::warn!("a store was closed after a defect: {error}");
+        }
+    }
+
     /// Writes chunks that are in memory only, where allowed, and a checkpoint, which makes the next
     /// opening fast.
     fn write_back_and_checkpoint(&self, deadline_ns: u64) -> Result<()> {

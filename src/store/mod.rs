@@ -8,6 +8,7 @@ pub mod control;
 pub mod counters;
 pub mod events;
 pub mod executor;
+pub mod guards;
 pub mod handle;
 pub mod job_queues;
 pub mod plan;
