@@ -3,6 +3,7 @@
 //!
 //! The modules from the top layer to the lowest; imports point down only (`tests/arrows.rs`):
 //!
+//! - [`api`]: the interface for engines in Rust. All other modules are internals.
 //! - [`ffi`]: the C boundary: guards, handles, sized structs; one file for each noun of the header.
 //! - [`trace`]: request traces: readers, generators, and replay on policies.
 //! - [`store`]: sessions, plans, and the state machine that decides where each cell is resident.
@@ -25,6 +26,8 @@
 #[cfg(panic = "abort")]
 compile_error!("kvtier turns panics into KVT_E_PANIC: build it with panic = \"unwind\"");
 
+#[cfg(not(feature = "shuttle"))]
+pub mod api;
 pub mod attention;
 pub mod base;
 pub mod device;

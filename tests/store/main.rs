@@ -3,6 +3,7 @@
 #![allow(missing_docs)]
 
 mod account;
+mod api;
 mod audit;
 mod blocks;
 mod cancel;
