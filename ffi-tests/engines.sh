@@ -3,9 +3,10 @@
 #
 #   ffi-tests/engines.sh PREBUILT WORK [--bench] [ENGINE...]
 #
-# ENGINE is llama.cpp, nixl, lmdeploy, vllm, sglang, transformers, mooncake or lmcache; default: all.
-# PREBUILT has lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified llama-server, built
-# in WORK/../llama; nixl is a plugin for NIXL's wheel, built in WORK/../nixl; the others are Python
+# ENGINE is llama.cpp, nixl, candle, lmdeploy, vllm, sglang, transformers, mooncake or lmcache;
+# default: all. PREBUILT has lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified
+# llama-server, built in WORK/../llama; nixl is a plugin for NIXL's wheel, built in WORK/../nixl;
+# candle is examples/candle, built in WORK/candle with the library's sources; the others are Python
 # packages. vLLM also runs whole, on the processor, from an environment of its own in WORK/../vllm
 # (8 GB). For the others WORK gets one (8 GB) with torch, transformers and the engines' wheels,
 # without their dependencies: only their interfaces are used.
@@ -18,32 +19,36 @@ work=${2:?usage: engines.sh PREBUILT WORK [--bench] [ENGINE...]}
 shift 2
 bench=""
 if [ "${1:-}" = --bench ]; then bench=1 && shift; fi
-known="llama.cpp nixl lmdeploy vllm sglang transformers mooncake lmcache"
+known="llama.cpp nixl candle lmdeploy vllm sglang transformers mooncake lmcache"
 engines=${*:-$known}
 for engine in $engines; do
     case " $known " in *" $engine "*) ;; *) echo "unknown engine '$engine': use $known" && exit 2 ;; esac
 done
-case " $engines " in
-    *" llama.cpp "*) with_server=1 engines=$(echo " $engines " | sed 's/ llama\.cpp / /') ;;
-    *) with_server="" ;;
-esac
-case " $engines " in
-    *" nixl "*) with_nixl=1 engines=$(echo " $engines " | sed 's/ nixl / /') ;;
-    *) with_nixl="" ;;
-esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 prebuilt=$(cd "$prebuilt" && pwd) || exit 1
 mkdir -p "$work" && work=$(cd "$work" && pwd) || exit 1
 unset KVTIER_LIBRARY PYTHONPATH
 failed=0
-if [ -n "$with_server" ]; then
-    echo "--- llama.cpp, an unmodified llama-server"
-    "$root/bindings/llama.cpp/server_test.sh" "$prebuilt" "$(dirname "$work")/llama" ${bench:+--bench} || failed=1
-fi
-if [ -n "$with_nixl" ]; then
-    echo "--- NIXL, its wheel with the plugin"
-    "$root/bindings/nixl/test.sh" "$prebuilt" "$(dirname "$work")/nixl" ${bench:+--bench} || failed=1
-fi
+beside=$(dirname "$work")
+packages=""
+for engine in $engines; do
+    case $engine in
+        llama.cpp)
+            echo "--- llama.cpp, an unmodified llama-server"
+            "$root/bindings/llama.cpp/server_test.sh" "$prebuilt" "$beside/llama" ${bench:+--bench} || failed=1
+            ;;
+        nixl)
+            echo "--- NIXL, its wheel with the plugin"
+            "$root/bindings/nixl/test.sh" "$prebuilt" "$beside/nixl" ${bench:+--bench} || failed=1
+            ;;
+        candle)
+            echo "--- candle, an engine in Rust"
+            "$root/examples/candle/test.sh" "$work/candle" ${bench:+--bench} || failed=1
+            ;;
+        *) packages="$packages $engine" ;;
+    esac
+done
+engines=$packages
 [ -n "${engines// /}" ] || exit $failed
 export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # Engines must not use the network.
@@ -162,7 +167,7 @@ done
 case " $engines " in
     *" vllm "*)
         echo "--- vllm, a whole engine for processors"
-        "$root/bindings/vllm/real_test.sh" "$prebuilt" "$(dirname "$work")/vllm" ${bench:+--bench} || failed=1
+        "$root/bindings/vllm/real_test.sh" "$prebuilt" "$beside/vllm" ${bench:+--bench} || failed=1
         ;;
 esac
 
