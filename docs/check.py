@@ -34,7 +34,7 @@ import xml.etree.ElementTree
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "tools"))
 import markdown  # noqa: E402
 
-LANGUAGES = {"c", "cpp", "python", "sh", "toml", "json", "yaml", "cmake", "text", "spec", "promql"}
+LANGUAGES = {"c", "cpp", "rust", "python", "sh", "toml", "json", "yaml", "cmake", "text", "spec", "promql"}
 FLAGS = ["-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-D_DEFAULT_SOURCE"]
 # A fragment may declare what only its next one uses.
 FRAGMENT_FLAGS = ["-Wno-unused-variable", "-Wno-unused-but-set-variable"]
