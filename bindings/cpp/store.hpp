@@ -532,6 +532,17 @@ public:
         read.events.resize(static_cast<std::size_t>(count));
         return detail::give(status, std::move(read));
     }
+    /// Reads what is resident from a cursor on, at most `max_entries`, and advances the cursor: 0 =
+    /// from the start, UINT64_MAX = all was read. See kvt_store_residents.
+    ret<std::vector<kvt_store_event_t>> residents(std::uint64_t &cursor,
+                                                  std::size_t max_entries = 256) const {
+        std::vector<kvt_store_event_t> entries(max_entries);
+        std::uint64_t count = 0;
+        const kvt_status_t status = kvt_store_residents(
+            raw_, &cursor, entries.data(), max_entries, sizeof(kvt_store_event_t), &count);
+        entries.resize(static_cast<std::size_t>(count));
+        return detail::give(status, std::move(entries));
+    }
     /// Submits an op that completes when the event `from` or a later one exists. Its value is the
     /// number of events from `from` on. UINT64_MAX = the next event.
     ret<op> watch(std::uint64_t from, const submit_opts &opts = {}) const {

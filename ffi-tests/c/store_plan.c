@@ -407,6 +407,30 @@ static void events_report_changes(void) {
         if (i > 0) CHECK(memcmp(events[i].parent, events[i - 1].key, sizeof name) == 0);
     }
 
+    /* What is resident, in pages of three. */
+    uint64_t at = 0, seen = 0;
+    while (at != UINT64_MAX) {
+        CHECK_OK(kvt_store_residents(store, &at, events + 10, 3, sizeof *events, &count));
+        for (uint64_t i = 10; i < 10 + count; i++, seen++) {
+            uint32_t place = events[i].position;
+            CHECK(memcmp(events[i].key, keys[place], sizeof name) == 0);
+            CHECK(memcmp(events[i].parent, events[place].parent, sizeof name) == 0);
+            CHECK(events[i].tier == KVT_TIER_HOST && events[i].kind == KVT_STORE_EVENT_STORED);
+            CHECK_EQ(events[i].number, 4);
+        }
+    }
+    CHECK_EQ(seen, 4);
+    CHECK_OK(kvt_store_residents(store, &at, events, 3, sizeof *events, &count));
+    CHECK_EQ(count, 0);
+    at = 0;
+    CHECK_OK(kvt_store_residents(store, &at, NULL, 0, 0, &count));
+    CHECK_EQ(at + count, 0);
+    CHECK_IS(kvt_store_residents(store, NULL, events, 3, sizeof *events, &count), KVT_E_INVALID);
+    CHECK_IS(kvt_store_residents(store, &at, NULL, 3, sizeof *events, &count), KVT_E_INVALID);
+    CHECK_IS(kvt_store_residents(store, &at, events, 3, 4, &count), KVT_E_INVALID);
+    CHECK_IS(kvt_store_residents(store, &at, events, 3, sizeof *events, NULL), KVT_E_INVALID);
+    CHECK_IS(kvt_store_residents(NULL, &at, events, 3, sizeof *events, &count), KVT_E_HANDLE);
+
     /* Sixteen events are kept. A slow reader gets the number of lost events, and sees the cleared
      * namespace. */
     CHECK_OK(kvt_session_close(&session));
@@ -769,6 +793,7 @@ static void calls_in_a_forked_child_are_refused(void) {
         FORKED(kvt_session_drop(session, 0, 0, NULL, NULL));
         FORKED(kvt_session_unpin(session, 0, 0, NULL));
         FORKED(kvt_store_events(store, &number, NULL, 0, 0, &number, NULL));
+        FORKED(kvt_store_residents(store, &number, NULL, 0, 0, &number));
         FORKED(kvt_ready_event_open(0, &another, NULL));
         FORKED(kvt_ready_event_signal(event));
         FORKED(kvt_ready_event_query(event, &state));

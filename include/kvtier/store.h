@@ -752,7 +752,7 @@ typedef struct kvt_store_event_t {
 
 /// Reads events, oldest first. The store keeps the newest ones (`events` of its spec, 16,384 by
 /// default) for any number of readers. A reader that missed some must read the state again
-/// (kvt_namespace_lookup, _exists).
+/// (kvt_store_residents, kvt_namespace_lookup, _exists).
 ///
 /// @param cursor      In: number of the first event wanted; 0 = all that are kept, UINT64_MAX =
 ///                    future ones. Out: the cursor of the next call.
@@ -763,6 +763,21 @@ typedef struct kvt_store_event_t {
 kvt_status_t kvt_store_events(const kvt_store_t *store, uint64_t *cursor, kvt_store_event_t *events,
                               uint64_t capacity, uint64_t stride_bytes, uint64_t *out_count,
                               uint64_t *out_missed);
+
+/// Reads what is resident, as KVT_STORE_EVENT_STORED: an entry for each chunk and each tier that has
+/// all cells of it. Read the cursor of kvt_store_events first, then all of this, then the events
+/// from that cursor on: their last word about a chunk and a tier holds. The `number` of an entry is
+/// that of the first event that it does not reflect. The order of entries is unspecified. The store
+/// is locked for at most 4,096 chunks at a time.
+///
+/// @param cursor     In: 0 = from the start. Out: the cursor of the next call; UINT64_MAX = all
+///                   entries were read.
+/// @param capacity   At most 2^24; 0 = write nothing.
+/// @param out_count  Receives the number of entries written.
+/// @return KVT_E_LIMIT.
+kvt_status_t kvt_store_residents(const kvt_store_t *store, uint64_t *cursor,
+                                 kvt_store_event_t *entries, uint64_t capacity,
+                                 uint64_t stride_bytes, uint64_t *out_count);
 
 /// Submits an op that completes when the event `from` or a later one exists. Never waits. The op's
 /// value is the number of events from `from` on. Its queue (kvt_queue_fd, or a callback) wakes the

@@ -60,7 +60,7 @@ use crate::store::handle::Store;
 use crate::store::spec::{CustomRemote, Fields, Secrets, StoreSpec};
 use crate::store::state::Write;
 use crate::store::state::plans::{LookupRange, LookupResult};
-use crate::store::state::snapshot::MOST_EVICTIONS;
+use crate::store::state::snapshot::{ALL_READ, MOST_EVICTIONS};
 use crate::store::state::stats::{Engine, Latency, TIMED, Tenant};
 use crate::store::token_path::MAX_TOKENS;
 use crate::tier::remote::breaker::State as BreakerState;
@@ -1238,7 +1238,7 @@ fn event_for_c(event: &Event) -> kvt_store_event_t {
 
 /// Reads events, oldest first. The store keeps the newest ones (`events` of its spec, 16,384 by
 /// default) for any number of readers. A reader that missed some must read the state again
-/// (kvt_namespace_lookup, _exists).
+/// (kvt_store_residents, kvt_namespace_lookup, _exists).
 ///
 /// @param cursor      In: number of the first event wanted; 0 = all that are kept, UINT64_MAX =
 ///                    future ones. Out: the cursor of the next call.
@@ -1283,6 +1283,47 @@ pub unsafe extern "C" fn kvt_store_events(
     cursor.write(at);
     out_count.write(written as u64);
     put(out_missed, missed);
+    Ok(())
+}
+
+/// Reads what is resident, as KVT_STORE_EVENT_STORED: an entry for each chunk and each tier that has
+/// all cells of it. Read the cursor of kvt_store_events first, then all of this, then the events
+/// from that cursor on: their last word about a chunk and a tier holds. The `number` of an entry is
+/// that of the first event that it does not reflect. The order of entries is unspecified. The store
+/// is locked for at most 4,096 chunks at a time.
+///
+/// @param cursor     In: 0 = from the start. Out: the cursor of the next call; UINT64_MAX = all
+///                   entries were read.
+/// @param capacity   At most 2^24; 0 = write nothing.
+/// @param out_count  Receives the number of entries written.
+/// @return KVT_E_LIMIT.
+#[capi]
+pub unsafe extern "C" fn kvt_store_residents(
+    store: *const kvt_store_t,
+    cursor: *mut u64,
+    entries: *mut kvt_store_event_t,
+    capacity: u64,
+    stride_bytes: u64,
+    out_count: *mut u64,
+) -> kvt_status_t {
+    require(out_count)?;
+    if cursor.is_null() || !cursor.is_aligned() {
+        fail!(Invalid, "cursor is null or misaligned: it must point to a uint64_t");
+    }
+    let (rows, mut at) = (Strided::new(entries, capacity, stride_bytes, MAX_ROWS)?, cursor.read());
+    let store = inspect(store)?;
+    let (mut written, mut group) = (0, [Event::default(); EVENT_GROUP]);
+    while at != ALL_READ && written < rows.len() {
+        let room = (rows.len() - written).min(EVENT_GROUP);
+        let Some(part) = group.get_mut(..room) else { break };
+        let (count, next) = store.store.inspect(|core| core.residents(at, part))?;
+        for (i, event) in part.iter().take(count).enumerate() {
+            rows.put(written + i, &event_for_c(event));
+        }
+        (written, at) = (written + count, next);
+    }
+    cursor.write(at);
+    out_count.write(written as u64);
     Ok(())
 }
 

@@ -282,12 +282,17 @@ impl StoreState {
 
     /// Publishes an event.
     pub(super) fn publish(&mut self, kind: Kind, tier: Tier, at: At) {
-        let Some((row, key, above)) = self.tables[at.table as usize].chunks.named(at.slot) else {
-            return;
-        };
+        if let Some(event) = self.residency_event(kind, tier, at) {
+            self.events.add(|number| Event { number, ..event });
+        }
+    }
+
+    /// The event of a chunk, with the number of the next event.
+    pub(super) fn residency_event(&self, kind: Kind, tier: Tier, at: At) -> Option<Event> {
+        let (row, key, above) = self.tables.get(at.table as usize)?.chunks.named(at.slot)?;
         let namespace = &self.namespaces[row.namespace() as usize].key;
-        self.events.add(|number| Event {
-            number,
+        Some(Event {
+            number: self.events.next_number(),
             at_ns: self.now_ns,
             kind: kind as u32,
             tier: tier as u32,
@@ -296,7 +301,7 @@ impl StoreState {
             key: key.0,
             parent: above.unwrap_or(namespace).0,
             namespace: namespace.0,
-        });
+        })
     }
 
     /// The header of a chunk's records.

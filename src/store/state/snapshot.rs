@@ -1,20 +1,21 @@
 //! Inspection and control of a running store: where the cells of a session are, recent evictions,
 //! the policies, and how much memory their tables take.
 
-use crate::base::budget::Tier;
+use crate::base::budget::{ALL_TIERS, Tier};
 use crate::base::spec::Spec;
 use crate::base::status::{Result, Status};
 use crate::fail;
-use crate::meta::chunks::Residency;
+use crate::meta::chunks::{self, Residency};
 use crate::meta::index::{NONE, Slot};
 use crate::policy::custom;
 use crate::policy::log::Entry;
+use crate::store::events::{Event, Kind};
 use crate::store::state::config::LEAST_HOST_BYTES;
 use crate::store::state::session::Session;
 use crate::store::state::shadow::{Plan, Score, Shadow};
 use crate::store::state::tier_cache::TierCache;
+use crate::store::state::{At, Namespace, StoreState};
 use crate::store::state::{DEVICE_MASK, DISK_MASK, HOST_MASK};
-use crate::store::state::{Namespace, StoreState};
 
 /// Most sessions in one list.
 pub const MOST_SESSIONS: usize = 1024;
@@ -24,6 +25,14 @@ pub const MOST_CHUNKS: usize = 1024;
 pub const MOST_CELLS: usize = 1 << 18;
 /// Most evictions in one list.
 pub const MOST_EVICTIONS: usize = 4096;
+/// Most chunks that one call of [`StoreState::residents`] visits.
+const MOST_VISITED: u64 = 4096;
+/// Cursor of [`StoreState::residents`] after the last chunk.
+pub const ALL_READ: u64 = u64::MAX;
+/// A cursor is a table, a slot in it, and one of the slot's tiers in the lowest bits.
+const TIER_BITS: u32 = 2;
+const ROW_BITS: u32 = Slot::BITS + TIER_BITS;
+const _: () = assert!(chunks::TIERS == 1 << TIER_BITS);
 
 /// An open session.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -192,6 +201,32 @@ impl StoreState {
             slots.push(path.tail().unwrap_or(NONE));
         }
         Ok(slots)
+    }
+
+    /// Reads what is resident from a cursor on: an event for each tier that has all of a chunk.
+    /// Returns how many were written, and the next cursor: [`ALL_READ`] after the last one. It
+    /// visits at most [`MOST_VISITED`] rows, so it may write none before the end.
+    pub fn residents(&self, from: u64, out: &mut [Event]) -> (usize, u64) {
+        let (table, first) = (from >> ROW_BITS, from & ((1 << ROW_BITS) - 1));
+        let Some(rows) = self.tables.get(table as usize) else { return (0, ALL_READ) };
+        let most = (rows.chunks.most() as u64) << TIER_BITS;
+        let end = most.min(first.saturating_add(MOST_VISITED << TIER_BITS));
+        let mut written = 0;
+        for row in first..end {
+            let tier = ALL_TIERS[row as usize % chunks::TIERS];
+            let at = At { table: table as u32, slot: (row >> TIER_BITS) as Slot };
+            if rows.chunks.tiers_of(at.slot) >> tier as u8 & 1 == 0 {
+                continue;
+            }
+            let Some(place) = out.get_mut(written) else {
+                return (written, table << ROW_BITS | row);
+            };
+            if let Some(event) = self.residency_event(Kind::Stored, tier, at) {
+                (*place, written) = (event, written + 1);
+            }
+        }
+        let next = if end < most { table << ROW_BITS | end } else { (table + 1) << ROW_BITS };
+        (written, next)
     }
 
     /// The last evictions of a tier, up to [`MOST_EVICTIONS`], the oldest first.
