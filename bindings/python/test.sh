@@ -19,7 +19,7 @@ unset KVTIER_LIBRARY PYTHONPATH
 export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 [ -x "$work/venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$work/venv"
-"$work/venv/bin/pip" install -q pytest numpy xxhash mypy
+"$work/venv/bin/pip" install -q pytest numpy xxhash mypy pyzmq msgspec
 
 rm -rf "$work/dist"
 "$work/venv/bin/python" "$here/build_wheel.py" --prebuilt "$prebuilt" --out "$work/dist"

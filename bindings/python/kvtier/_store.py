@@ -6,7 +6,18 @@ import ctypes
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from . import _abi, _reaper
 from ._columns import Column, Columns
@@ -59,6 +70,7 @@ WRITES: Dict[str, int] = {
     "through": _abi.KVT_WRITE_THROUGH, "back": _abi.KVT_WRITE_BACK, "never": _abi.KVT_WRITE_NEVER,
     "behind": _abi.KVT_WRITE_BEHIND,
 }
+_EVENT_BYTES = ctypes.sizeof(_abi.kvt_store_event_t)
 #: The engine of file access (`Store.stats()["disk_engine"]`).
 IO_NONE = _abi.KVT_IO_NONE
 IO_THREADS = _abi.KVT_IO_THREADS
@@ -540,6 +552,11 @@ def _restrict(transfer: Any, needed_only: bool, chunks: Optional[Column], column
         raise _invalid("chunks is empty: name at least one chunk, or pass None for all")
 
 
+def _events_of(data: bytes) -> List[StoreEvent]:
+    rows = (_abi.kvt_store_event_t * (len(data) // _EVENT_BYTES)).from_buffer_copy(data)
+    return [StoreEvent(*values(row, StoreEvent)) for row in rows]
+
+
 def _set_ready(transfer: Any, ready: "Optional[ReadyEvent]") -> None:
     if ready is not None:
         transfer.ready = ready._raw.value
@@ -854,13 +871,38 @@ class Store(Closing):
 
     def events(self, cursor: int = 0, most: int = 256) -> StoreEvents:
         """Returns changes from a cursor on; 0 is the first event, 2**64 - 1 the next one."""
-        rows, at = (_abi.kvt_store_event_t * most)(), ctypes.c_uint64(u64(cursor))
-        count, missed = ctypes.c_uint64(), ctypes.c_uint64()
-        check(lib.kvt_store_events(self._raw, byref(at), rows, most,
-                                   ctypes.sizeof(_abi.kvt_store_event_t), byref(count),
+        data, missed, at = self._events_raw(cursor, most)
+        return StoreEvents(_events_of(data), missed, at)
+
+    def residents(self) -> Iterator[StoreEvent]:
+        """Yields what is resident: a `STORE_EVENT_STORED` for each chunk and each tier that has
+        all of it, in any order. First read the cursor of `events`: the events from there on
+        update these entries.
+
+        >>> import kvtier
+        >>> with kvtier.Runtime() as runtime, kvtier.Store(runtime, "store(host=1MiB)") as store:
+        ...     list(store.residents())
+        []
+        """
+        for data in self._residents_raw(1024):
+            yield from _events_of(data)
+
+    def _events_raw(self, cursor: int, most: int) -> Tuple[bytes, int, int]:
+        """`events` as bytes of kvt_store_event_t, the number of missed ones, and the cursor."""
+        rows, missed, at = (_abi.kvt_store_event_t * most)(), ctypes.c_uint64(), ctypes.c_uint64(
+            u64(cursor))
+        count = ctypes.c_uint64()
+        check(lib.kvt_store_events(self._raw, byref(at), rows, most, _EVENT_BYTES, byref(count),
                                    byref(missed)))
-        events = [StoreEvent(*values(row, StoreEvent)) for row in rows[: count.value]]
-        return StoreEvents(events, missed.value, at.value)
+        return ctypes.string_at(rows, count.value * _EVENT_BYTES), missed.value, at.value
+
+    def _residents_raw(self, most: int) -> Iterator[bytes]:
+        """`residents` as bytes of kvt_store_event_t, `most` entries at a time."""
+        rows, at, count = (_abi.kvt_store_event_t * most)(), ctypes.c_uint64(), ctypes.c_uint64()
+        while at.value != 2**64 - 1:
+            check(lib.kvt_store_residents(self._raw, byref(at), rows, most, _EVENT_BYTES,
+                                          byref(count)))
+            yield ctypes.string_at(rows, count.value * _EVENT_BYTES)
 
     def watch(self, cursor: int = 2**64 - 1, *, queue: "Optional[Queue]" = None,
               tag: object = None, timeout: Optional[float] = None) -> Op:
