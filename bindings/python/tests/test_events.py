@@ -115,14 +115,14 @@ def redis():
 
 
 def test_the_router_selects_the_engine_with_the_longest_prefix(runtime, redis):
-    from router import Router
+    from router import redis_router
 
     engines = [ThreadingHTTPServer(("127.0.0.1", 0), Engine) for _ in range(2)]
     names = [serve(engine) for engine in engines]
     spec = ('store(host=4MiB, remote=redis(url="redis://127.0.0.1:%d", write=never, '
             'events="%s", connect=600000, timeout=600000))')
     stores = [kvtier.Store(runtime, spec % (redis, name)) for name in names]
-    router = Router(("127.0.0.1", 0), ("127.0.0.1", redis), "kvt/events", NAMESPACE)
+    router = redis_router(("127.0.0.1", 0), ("127.0.0.1", redis), "kvt/events", NAMESPACE)
     try:
         serve(router)
         put(stores[0], prompt(1, 4))
