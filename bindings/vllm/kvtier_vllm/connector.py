@@ -24,11 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats  # noqa: E402
 
+from .connector_events import KvEvents  # noqa: E402
 from .connector_meta import KvtierMetadata, KvtierWorkerMetadata  # noqa: E402
 from .connector_scheduler import Scheduler  # noqa: E402
 from .connector_worker import Worker  # noqa: E402
 
-_OWN = ("layerwise", "save_decode", "hints")
+_OWN = ("layerwise", "save_decode", "hints", "kv_events")
 _ADVICE = ("use OffloadingConnector with the kvtier tier (kvtier_vllm.tier) on GPUs, or with one "
            "worker and kvtier's offloading spec (kvtier_vllm.spec)")
 
@@ -113,6 +114,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         settings = Settings.from_config(extra)
         layerwise, save_decode, use_hints = (flag(extra, "layerwise", False), flag(
             extra, "save_decode", True), flag(extra, "hints", True))
+        engine_events = getattr(vllm_config, "kv_events_config", None)
+        has_events = flag(extra, "kv_events", True) and engine_events is not None and (
+            engine_events.enable_kv_cache_events)
         self._group = kv_cache_config.kv_cache_groups[0]
         block = int(self._group.kv_cache_spec.block_size)
         self._scheduler: Optional[Scheduler] = None
@@ -122,7 +126,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = Scheduler(
                 transfer.engine_id, block, layerwise=layerwise,
                 save_decode=save_decode, use_hints=use_hints, policy=settings.policy,
-                role=transfer.kv_role)
+                role=transfer.kv_role,
+                events=KvEvents(block, parallel.tensor_parallel_size, self._group.kv_cache_spec)
+                if has_events else None)
             return
         model, rank, count = vllm_config.model_config, _rank(parallel), (
             parallel.tensor_parallel_size)
@@ -138,7 +144,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         folder = f"dp{getattr(parallel, 'data_parallel_index', 0)}-tp{rank}"
         self._worker = Worker(
             transfer.engine_id, settings.under(folder), terms, model=str(model.model),
-            shard=(rank, count), block_tokens=block, layerwise=layerwise)
+            shard=(rank, count), block_tokens=block, layerwise=layerwise, events=has_events)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -241,7 +247,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> Optional[bool]:
         self.scheduler.reset()

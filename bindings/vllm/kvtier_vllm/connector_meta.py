@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from . import _engine
+from .connector_events import DescribeBlocks, RankChange
 
 _engine.require("connector")
 
@@ -82,6 +83,8 @@ class KvtierMetadata(KVConnectorMetadata):
     policies: List[Tuple[int, str]] = field(default_factory=list)
     opened: List[OpenSession] = field(default_factory=list)
     appended: List[AppendTokens] = field(default_factory=list)
+    #: Names of blocks that are loaded or saved, for KV events.
+    described: List[DescribeBlocks] = field(default_factory=list)
     loads: List[BlockTransfer] = field(default_factory=list)
     saves: List[BlockTransfer] = field(default_factory=list)
     lookups: List[Lookup] = field(default_factory=list)
@@ -103,22 +106,25 @@ class KvtierWorkerMetadata(KVConnectorWorkerMetadata):
     capacity_blocks: int = 0
     #: The eviction policy of that memory.
     policy: str = ""
+    #: Changes of the worker's store, for KV events.
+    changes: List[RankChange] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Combines two workers: a token is usable only when both workers have it."""
         assert isinstance(other, KvtierWorkerMetadata)
         epoch, step = max(self.epoch, other.epoch), min(self.step, other.step)
         capacity = min(self.capacity_blocks, other.capacity_blocks)
-        policy = self.policy or other.policy
+        policy, changes = self.policy or other.policy, self.changes + other.changes
         if other.epoch != self.epoch:
             newer = self if self.epoch > other.epoch else other
-            return KvtierWorkerMetadata(epoch, newer.tokens, step, capacity, policy)
+            return KvtierWorkerMetadata(epoch, newer.tokens, step, capacity, policy,
+                                        changes)
         # Workers may finish a lookup in different steps. Each repeats its result until the
         # scheduler acknowledges it.
         common = [request for request, (size, _) in self.tokens.items()
                   if other.tokens.get(request, (-1, 0))[0] == size]
         tokens = {request: min(self.tokens[request], other.tokens[request]) for request in common}
-        return KvtierWorkerMetadata(epoch, tokens, step, capacity, policy)
+        return KvtierWorkerMetadata(epoch, tokens, step, capacity, policy, changes)
 
 
 def scope_of(request: Any) -> KvScope:

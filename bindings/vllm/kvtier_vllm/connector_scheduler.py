@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Optional, Set, Tuple
 import kvtier
 
 from . import hints
+from .connector_events import DescribeBlocks, KvEvents
 from .connector_meta import (
     AppendTokens,
     BlockTransfer,
@@ -34,6 +35,8 @@ class _Request:
     saved: int = 0
     appended: int = 0
     opened: bool = False
+    #: Blocks that the workers know by vLLM's hash.
+    described: int = 0
     #: Whether a lookup was made for it.
     looked_up: bool = False
     load: Optional[BlockTransfer] = None
@@ -49,7 +52,9 @@ class Scheduler:
     the engine's `kv_role`: a producer loads nothing, a consumer saves nothing."""
 
     def __init__(self, engine: str, block_tokens: int, *, layerwise: bool, save_decode: bool,
-                 use_hints: bool, policy: str = "", role: str = "kv_both") -> None:
+                 use_hints: bool, policy: str = "", role: str = "kv_both",
+                 events: Optional[KvEvents] = None) -> None:
+        self._events = events
         self._engine, self._block = engine, block_tokens
         self._loads, self._saves = role != "kv_producer", role != "kv_consumer"
         self._layerwise, self._save_decode, self._hints = layerwise, save_decode, use_hints
@@ -137,6 +142,10 @@ class Scheduler:
             tokens = list(request.all_token_ids[state.appended: end])
             self._next_meta.appended.append(AppendTokens(name, state.appended, tokens))
             state.appended = end
+        if self._events is not None and end // self._block > state.described:
+            labels = self._events.labels(request, state.described, end // self._block)
+            self._next_meta.described.append(DescribeBlocks(name, state.described, labels))
+            state.described += len(labels)
 
     def build_meta(self, output: Any) -> KvtierMetadata:
         """Builds the message to the workers for this step."""
@@ -231,11 +240,17 @@ class Scheduler:
         self._unconfirmed = [entry for entry in self._unconfirmed if entry[0] > metadata.step]
         self._capacity_blocks = metadata.capacity_blocks or self._capacity_blocks
         self._policy = metadata.policy or self._policy
+        if self._events is not None:
+            self._events.apply(metadata.changes)
         if metadata.epoch == self._epoch:
             for name, (size, usable) in metadata.tokens.items():
                 self._next_meta.acknowledged.append(name)
                 if self._pending_lookups.get(name) == size:
                     self._lookup_results[name] = (size, usable)
+
+    def take_events(self) -> List[Any]:
+        """The changes of what the stores have, as vLLM's events."""
+        return [] if self._events is None else self._events.take()
 
     def finished(self, request: Any) -> None:
         """Ends a request: its sessions close with the next step."""
@@ -257,6 +272,7 @@ class Scheduler:
         self._pending_lookups.clear()
         for state in self._requests.values():
             state.stale, state.opened, state.appended = True, False, 0
+            state.described = 0
         self._next_meta.saves.clear()
         worker = self._local_worker()
         if worker is not None:

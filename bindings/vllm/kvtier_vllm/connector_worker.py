@@ -6,13 +6,16 @@ import os
 import threading
 import uuid
 import weakref
+from array import array
 from collections import OrderedDict
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import kvtier
 from kvtier._errors import Error
+from kvtier.events import Follower
 
 from . import caches, hints, identity
+from .connector_events import DescribeBlocks, RankChange
 from .connector_meta import (
     BlockTransfer,
     KvScope,
@@ -61,7 +64,12 @@ class Worker:
     and the engine computes them."""
 
     def __init__(self, engine: str, settings: Settings, terms: Dict[str, Any], *, model: str,
-                 shard: Tuple[int, int], block_tokens: int, layerwise: bool) -> None:
+                 shard: Tuple[int, int], block_tokens: int, layerwise: bool,
+                 events: bool = False) -> None:
+        self._has_events = events
+        self._follower: Optional[Follower] = None
+        #: The scopes and tokens of requests with sessions, for events.
+        self._told: Dict[str, Tuple[KvScope, "array[int]"]] = {}
         self._engine, self._settings, self._terms = engine, settings, terms
         self._model, self._shard, self._block = model, shard, block_tokens
         self.layerwise, self.process = layerwise, os.getpid()
@@ -136,6 +144,8 @@ class Worker:
         self._terms = {**self._terms, "orders": orders}
         self._shared = acquire(self._key, self._settings, self._layers[0].ordinal)
         self._has_remote = bool(self._shared.store.remote_stats()["read_circuit"])
+        if self._has_events:
+            self._follower = Follower(self._shared.store, labelled=True)
         if self._shard[1] == 1:
             with _lock:
                 _workers[self._engine] = self
@@ -204,6 +214,9 @@ class Worker:
         if epoch <= self._epoch:
             return
         self._epoch = epoch
+        if self._follower is not None:
+            self._follower.unlabel_all()
+        self._told.clear()
         self._finish_saves()
         for op, _ in self._loading.values():
             op.wait()
@@ -247,6 +260,8 @@ class Worker:
                 self._disable_store(opened.request, error)
                 continue
             self._media[opened.request] = opened.scope.media
+            if self._follower is not None:
+                self._told[opened.request] = opened.scope, array("I")
         for appended in meta.appended:
             session = self._sessions.get(appended.request)
             if session is None:
@@ -259,6 +274,39 @@ class Worker:
             except Error as error:  # later tokens would get the positions of these
                 self._end(appended.request)
                 self._disable_store(appended.request, error)
+                continue
+            if appended.request in self._told:
+                self._told[appended.request][1].extend(appended.tokens)
+        for described in meta.described:
+            self._describe(described)
+
+    def _describe(self, described: DescribeBlocks) -> None:
+        """Names blocks of a request, so that their residency is reported."""
+        if described.request not in self._told or self._follower is None:
+            return
+        scope, tokens = self._told[described.request]
+        end = (described.first + len(described.labels)) * self._block
+        try:
+            with self._namespace_lock:
+                keys = self._namespace(scope).chunk_keys(tokens[:end], scope.media)
+        except Error as error:
+            logger.warning("%d blocks of request %s have no KV events: %s", len(described.labels),
+                           described.request, str(error))
+            return
+        self._follower.label(keys[described.first:], described.labels)
+
+    def _changes(self) -> List[RankChange]:
+        """What has changed in the store since the last step."""
+        if self._follower is None:
+            return []
+        try:
+            return [RankChange(self._shard[0], stored, medium, label)
+                    for stored, medium, _, label, _ in self._follower.poll()]
+        except Error as error:
+            logger.warning("KV events end, because the store's events cannot be read; the engine "
+                           "goes on: %s", str(error))
+            self._follower = None
+            return []
 
     def _disable_store(self, request: str, error: Error) -> None:
         """Counts a request that continues without the store: the engine computes its KV."""
@@ -407,6 +455,7 @@ class Worker:
              next_use_s: Optional[float] = None, done: bool = False) -> None:
         session = self._sessions.pop(request, None)
         self._media.pop(request, None)
+        self._told.pop(request, None)
         self._cancel_remote_lookup(request)
         self._pending_lookups.pop(request, None)
         self._lookup_results.pop(request, None)
@@ -443,11 +492,12 @@ class Worker:
 
     def metadata(self) -> Optional[KvtierWorkerMetadata]:
         """The message to the scheduler: lookup results, and the step whose loads have ended."""
-        if not self._lookup_results and not self._pending_lookups and not self._loaded_step:
+        changes = self._changes()
+        if not (self._lookup_results or self._pending_lookups or self._loaded_step or changes):
             return None
         step, self._loaded_step = self._loaded_step, 0
         return KvtierWorkerMetadata(self._epoch, dict(self._lookup_results), step,
-                                    self.capacity_blocks(), self.policy())
+                                    self.capacity_blocks(), self.policy(), changes)
 
     def _close(self) -> None:
         if self._shared is None:
@@ -470,7 +520,7 @@ class Worker:
             for namespace in self._namespaces.values():
                 namespace.close()
             self._namespaces.clear()
-            self._shared, self._layers = None, []
+            self._shared, self._layers, self._follower = None, [], None
         release(self._key)
 
     def shutdown(self) -> None:

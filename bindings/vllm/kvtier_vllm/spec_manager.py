@@ -10,6 +10,7 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine
+from .offload_events import OffloadEvents
 from .remote_lookups import RemoteLookups
 from .settings import SharedStore, logger
 
@@ -113,7 +114,8 @@ class KvtierManager(OffloadingManager):
         #: Keys whose fetch failed, by running request.
         self._failed: Dict[str, Set[bytes]] = {}
         self._holds: Dict[str, List[kvtier.Hold]] = {}
-        self._events: Optional[List[OffloadingEvent]] = [] if events else None
+        self._has_events = events
+        self._events: Optional[OffloadEvents] = None
         self._remote_lookups = RemoteLookups(remote_lookup_s)
 
     @property
@@ -244,6 +246,7 @@ class KvtierManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
         self._release_load(req_context.req_id)
+        self._announce(keys)
 
     def _release_load(self, request: str) -> None:
         """Releases the blocks that are held for a request's load."""
@@ -265,16 +268,19 @@ class KvtierManager(OffloadingManager):
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True
                        ) -> None:
         self._storing.difference_update(keys)
-        if self._events is not None and success and keys:
-            stored: List[Any] = [key for group, some in by_group(keys).items() for key, one in zip(
-                some, self._medium.blocks[group].exists(some)) if one & kvtier.EXISTS_WHOLE]
-            self._events.append(OffloadingEvent(keys=stored, medium=Medium.CPU, removed=False))
+        if success:
+            self._announce(keys)
+
+    def _announce(self, keys: Iterable[Any]) -> None:
+        """Has events report blocks that were stored or loaded, as long as the store has them."""
+        if self._has_events and self._events is None:
+            self._events = OffloadEvents(self._medium.shared.store, Medium.CPU)
+        if self._events is not None:
+            for group, some in by_group(keys).items():
+                self._events.found(self._medium.blocks[group], some)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            events, self._events = self._events, []
-            return events
-        return ()
+        return () if self._events is None else self._events.take()
 
     def _release_all(self) -> None:
         for request in list(self._holds):
@@ -293,6 +299,8 @@ class KvtierManager(OffloadingManager):
     def reset_cache(self) -> None:
         self._release_all()
         self._storing.clear()
+        if self._events is not None:
+            self._events.reset()
         if self._key in media:
             media[self._key].reset()
 

@@ -15,6 +15,7 @@ from kvtier._errors import Error
 
 from . import _engine, hints, identity
 from ._versions import TIER_LABEL
+from .offload_events import OffloadEvents
 from .remote_lookups import RemoteLookups
 from .settings import Settings, SharedStore, acquire, flag, invalid, logger, reject_unknown, release
 
@@ -79,13 +80,10 @@ class KvtierTier(SecondaryTierManager):
             options, "enable_kv_events", False)
         locality = options.get("locality")
         self.locality = None if locality is None else Locality(locality)
-        self._events: Optional[List[OffloadingEvent]] = None
-        if has_events:
-            if offloading_spec.kv_events_config.enable_kv_cache_events:
-                self._events = []
-            else:
-                logger.warning("enable_kv_events of tier %s has no effect: KV cache events are "
-                               "off (kv_events_config)", tier_type)
+        if has_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
+            has_events = False
+            logger.warning("enable_kv_events of tier %s has no effect: KV cache events are "
+                           "off (kv_events_config)", tier_type)
         row = self.block_size_bytes
         if row <= 0 or not primary_kv_view.c_contiguous or primary_kv_view.readonly:
             raise invalid(f"the CPU tier's memory, in rows of {row} bytes, cannot be used: it must "
@@ -101,6 +99,8 @@ class KvtierTier(SecondaryTierManager):
             self._pool: Optional[kvtier.Pool] = kvtier.Pool(primary_kv_view, row)
             self._blocks_by_owner: Dict[Tuple[int, Optional[int]], kvtier.Blocks] = {}
             self._blocks = self._blocks_of(hints.NONE)
+            self._events = OffloadEvents(self.store, self.medium, self.locality, tier_type
+                                         ) if has_events else None
         except BaseException:
             release(self._store_key)
             raise
@@ -257,21 +257,20 @@ class KvtierTier(SecondaryTierManager):
             self._hint(job.request_hints, succeeded)  # the request has ended already
         if not job.is_load and self._advisor.observes:
             self._advisor.stored([_advisor_id(key) for key in succeeded])
-        if self._events is not None and succeeded and not job.is_load:
-            self._events.append(OffloadingEvent(keys=succeeded, medium=self.medium, removed=False,
-                                                locality=self.locality))
+        if self._events is not None:
+            self._events.found(self._blocks, succeeded)
         partly = tuple(succeeded) if failed and succeeded and job.is_load else None
         self._ready.append(JobResult(job_id, not failed, partly,
                                      transfer_bytes=len(succeeded) * self.block_size_bytes))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        if self._events:
-            events, self._events = self._events, []
-            return events
-        return ()
+        return () if self._events is None else self._events.take()
 
     def drain_jobs(self) -> None:
-        """Waits until all jobs have ended and none touches the CPU tier's memory."""
+        """Waits until all jobs have ended and none touches the CPU tier's memory. vLLM calls it
+        when it resets its caches, and may tell routers that all blocks are gone."""
+        if self._events is not None:
+            self._events.reset()
         start = time.monotonic()
         while self._jobs:
             if not self._process(self._queue.wait(_WARN_AFTER_S)):
@@ -320,7 +319,7 @@ class KvtierTier(SecondaryTierManager):
         if self._shared is None:
             return
         self.drain_jobs()
-        self._shared, self._pool = None, None
+        self._shared, self._pool, self._events = None, None, None
         self._remote_lookups.cancel()
         self._advisor.close()
         for blocks in self._blocks_by_owner.values():

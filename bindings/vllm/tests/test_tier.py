@@ -54,6 +54,15 @@ class Harness:
             assert time.monotonic() < end
             time.sleep(0.001)
 
+    def events(self, keys: int) -> List[Any]:
+        """Takes events until they have so many keys."""
+        events, end = [], time.monotonic() + 600  # type: List[Any], float
+        while sum(len(event.keys) for event in events) < keys:
+            events += self.tier.take_events()
+            assert time.monotonic() < end, events
+            time.sleep(0.001)
+        return events
+
     def fill(self, numbers: List[int]) -> None:
         for at, n in enumerate(numbers):
             self.rows[at] = np.random.default_rng(n).integers(0, 256, self.rows.shape[1])
@@ -217,8 +226,10 @@ def test_tenants_events_and_metrics_are_reported(make_config: Any, options: Dict
     one.context.kv_transfer_params = {"kvtier": {"tenant": 9, "priority": 1}}
     one.fill([1, 2])
     one.result(one.submit([1, 2], [0, 1], False))
-    (event,) = one.tier.take_events()
-    assert set(event.keys) == {key(1), key(2)} and event.locality.name == "LOCAL"
+    events = one.events(2)
+    assert [one_key for event in events for one_key in event.keys] == [key(1), key(2)]
+    assert all(not event.removed and event.locality.name == "LOCAL"
+               and event.ownership == "KvtierTier" for event in events)
     assert list(one.tier.take_events()) == []
     assert 9 in [tenant.tenant for tenant in one.tier.store.tenants()]
     names = one.tier.build_metric_definitions({})
@@ -228,6 +239,28 @@ def test_tenants_events_and_metrics_are_reported(make_config: Any, options: Dict
     one.tier.on_schedule_end(None)
     one.close()
     assert one.tier.get_stats() is None
+
+
+def test_what_is_evicted_is_reported_as_removed(make_config: Any) -> None:
+    """The store has room for a part of the rows; what the events leave is what it has."""
+    one = Harness(make_config, row=1 << 20, host_bytes="8MiB", policy="lru", enable_kv_events=True)
+    for n in range(24):
+        one.result(one.submit([n], [n], False))
+    left, end = set(), time.monotonic() + 600  # type: Any, float
+    found = set()  # type: Any
+    while not left or left != found:
+        for event in one.tier.take_events():
+            (left.difference_update if event.removed else left.update)(event.keys)
+        found = {key(n) for n in range(24) if one.name(n) == "HIT"}
+        assert time.monotonic() < end, (left, found)
+    assert 0 < len(left) < 24
+    one.tier.drain_jobs()  # as vLLM calls it when its caches are reset
+    assert {one_key for event in one.events(len(left)) for one_key in event.keys
+            if event.removed} == left
+    newest = 23
+    one.result(one.submit([newest], [0], True))
+    assert [event.keys for event in one.events(1)] == [[key(newest)]]
+    one.close()
 
 
 def test_evictions_are_logged_and_thrashing_lowers_the_advice(

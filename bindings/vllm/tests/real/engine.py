@@ -19,7 +19,10 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 class Engine:
     def __init__(self, options: Dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.config.kv_events import KVEventsConfig
 
+        if "kv_events_config" in options:
+            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
         self.llm = LLM(enforce_eager=True, dtype="bfloat16", enable_prefix_caching=True, **options)
         self.engine = self.llm.llm_engine
         self.count = 0
