@@ -63,6 +63,9 @@ class Settings:
     linker_remote_lookup_s: float = 0.0
     #: Pass hints about the next use of pages on to the policies.
     hints: bool = True
+    #: Endpoints of KV events, and of their replay; "" = none.
+    events: str = ""
+    events_replay: str = ""
     #: Let each rank keep a copy of KV that is equal on all ranks (MLA).
     mla_copies: bool = False
     #: Part of the identity: pages with another tag are not found.

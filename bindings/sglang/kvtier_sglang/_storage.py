@@ -32,6 +32,7 @@ from ._config import (
     unsupported,
 )
 from ._eviction_log import EvictionLog
+from ._events import KvEvents
 from ._hints import Hints, parse
 from ._pages import Pages, first_slots, pages_of
 from ._prefixes import loadable_prefixes
@@ -122,6 +123,7 @@ class KvtierStorage(HiCacheStorage):
         self._closed = False
         self._runtime, self._store = open_store(self.settings, storage_config)
         self._evictions = EvictionLog(self._store)
+        self._events = KvEvents(self._store, self.settings, storage_config)
         self._advisor = kvtier.Advisor(
             self.settings.policy or kvtier.Advisor.policy_of(self._store), logger=logger)
 
@@ -197,6 +199,8 @@ class KvtierStorage(HiCacheStorage):
         ok = [True] * len(names)
         for at in failed:
             ok[at] = False
+        if pool is self._pools.get(str(PoolName.KV)):
+            self._events.found(pool.blocks, names, ok, pool.pages.page_tokens)
         if self._has_metrics:
             done = len(names) - len(failed)
             stats = self._written if write else self._read
@@ -412,6 +416,7 @@ class KvtierStorage(HiCacheStorage):
                 self._evictions.log()
             self._closed = True
             self._advisor.close()
+            self._events.close()
             self._store.close()
             for pool in self._pools.values():
                 pool.blocks.close()

@@ -34,6 +34,7 @@ from sglang.srt.utils import get_device_module  # noqa: E402
 
 from ._config import LEVELS, Settings, open_store, shard  # noqa: E402
 from ._eviction_log import EvictionLog  # noqa: E402
+from ._events import KvEvents  # noqa: E402
 from ._hints import Hints  # noqa: E402
 from ._layers import LayerPages  # noqa: E402
 from ._prefixes import loadable_prefixes  # noqa: E402
@@ -70,12 +71,15 @@ class KvtierLinker(UnifiedCacheLinker):
         gpu = next((one.gpu for one in pages.values()), None)
         self._runtime, self._store = open_store(self.settings, config, gpu)
         self._evictions = EvictionLog(self._store)
+        self._events, self._page_tokens = KvEvents(self._store, self.settings, config), int(
+            params.page_size)
         self._advisor = kvtier.Advisor(
             self.settings.policy or kvtier.Advisor.policy_of(self._store), logger=logger)
         try:
             self._pools = {name: _Pool(one, self._blocks(config, one))
                            for name, one in pages.items()}
         except BaseException:
+            self._events.close()
             self._runtime.close()
             raise
         self.layer_done_counter = LayerWiseLoadCounter(self.pool_group.num_layers)
@@ -170,6 +174,8 @@ class KvtierLinker(UnifiedCacheLinker):
                 for op in layer_ops:
                     op.result()
                 self.layer_done_counter.complete(index, layer)
+            self._found([key.encode() for transfers in requests for one in transfers
+                         if one.name == PoolName.KV for key in one.keys or ()])
         except BaseException as error:
             # The engine may reuse the slots only when the last copy into them has ended.
             for op in [op for layer_ops in ops for op in layer_ops]:
@@ -235,6 +241,7 @@ class KvtierLinker(UnifiedCacheLinker):
                 logger.warning("an offload failed for some pages: %s", errors[0])
             else:
                 self._advisor.stored(kv)
+                self._found(kv)
             if self.settings.log_evictions:
                 self._evictions.log()
         except BaseException as error:
@@ -244,6 +251,12 @@ class KvtierLinker(UnifiedCacheLinker):
                 op.wait()
                 op.close()
             self._results.put(ok)
+
+    def _found(self, names: List[bytes]) -> None:
+        """Notes pages that were stored or loaded, for KV events."""
+        if names:
+            self._events.found(self._pools[PoolName.KV].blocks, names, [True] * len(names),
+                               self._page_tokens)
 
     def num_completed_offloads(self) -> int:
         """The number of offloads that have ended."""
@@ -314,6 +327,7 @@ class KvtierLinker(UnifiedCacheLinker):
         if self.settings.log_evictions:
             self._evictions.log()
         self._advisor.close()
+        self._events.close()
         for pool in self._pools.values():
             pool.blocks.close()
         self._store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import random
@@ -582,3 +583,44 @@ def test_pages_of_other_hosts_are_found_at_the_remote(tmp_path: Path) -> None:
     assert unasked.batch_exists(keys) == 0
     for one_of in (backend, second, third, unasked):
         one_of.close()
+
+
+def test_kv_events_name_pages_as_the_engine_does(tmp_path: Path) -> None:
+    """A subscriber decodes the events of stored, demoted and evicted pages, and of the end."""
+    zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
+    msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
+    endpoint = f"ipc://{tmp_path}/events"
+    pool = MiniPool()
+    backend = opened(pool, {"events": endpoint, "events_replay": f"ipc://{tmp_path}/replay"})
+    keys = [hashlib.sha256(bytes([n])).hexdigest() for n in range(4)]
+    expected = {int.from_bytes(bytes.fromhex(key[:16]), "big", signed=True) for key in keys}
+    assert all(backend.batch_set_v1(keys, pool.slots(range(4))))
+    stored: Any = set()
+    with zmq.Context.instance().socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(f"ipc://{tmp_path}/replay")
+        end = time.monotonic() + 600
+        while stored != expected:
+            assert time.monotonic() < end, stored
+            socket.send_multipart((b"", bytes(8)))
+            stored, payload = set(), b"first"
+            while payload:
+                assert socket.poll(600_000)
+                payload = socket.recv_multipart()[-1]
+                for event in msgspec.msgpack.decode(payload)[1] if payload else ():
+                    if event["type"] == "BlockStored":
+                        assert event["medium"] == "CPU_PINNED"
+                        assert event["block_size"] == pool.page_size
+                        stored.update(event["block_hashes"])
+    backend.close()
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "tcp://*:99999"])
+def test_a_malformed_event_endpoint_is_a_warning(endpoint: str,
+                                                 caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("zmq", reason="pyzmq is not installed")
+    pool = MiniPool()
+    backend = opened(pool, {"events": endpoint})
+    assert "no KV events are published" in caplog.text and endpoint in caplog.text
+    assert all(backend.batch_set_v1(names(2), pool.slots([0, 1])))
+    backend.close()
