@@ -875,8 +875,8 @@ class Store(Closing):
         return StoreEvents(_events_of(data), missed, at)
 
     def residents(self) -> Iterator[StoreEvent]:
-        """Yields what is resident: a `STORE_EVENT_STORED` for each chunk and each tier that has
-        all of it, in any order. First read the cursor of `events`: the events from there on
+        """Iterates over what is resident: a `STORE_EVENT_STORED` for each chunk and each tier that
+        has all of it, in any order. First read the cursor of `events`: the events from there on
         update these entries.
 
         >>> import kvtier
@@ -884,8 +884,8 @@ class Store(Closing):
         ...     list(store.residents())
         []
         """
-        for data in self._residents_raw(1024):
-            yield from _events_of(data)
+        self._raw  # noqa: B018: raises now if the store is closed
+        return (event for data in self._residents_raw(1024) for event in _events_of(data))
 
     def _events_raw(self, cursor: int, most: int) -> Tuple[bytes, int, int]:
         """`events` as bytes of kvt_store_event_t, the number of missed ones, and the cursor."""
