@@ -84,6 +84,10 @@ class Engine:
         stats = self.shared().store.stats()
         return {name: int(value) for name, value in stats.items() if isinstance(value, int)}
 
+    def block(self) -> Any:
+        """Tokens of a block."""
+        return self.engine.vllm_config.cache_config.block_size
+
     def saved(self) -> Any:
         """Waits until the disk has everything."""
         while self.counts()["unwritten_bytes"]:

@@ -210,6 +210,67 @@ def test_two_servers_share_a_redis_and_survive_it(redis: Redis, log: Path, alone
     second.close()
 
 
+@pytest.mark.parametrize("remote, layerwise", [("dir", False), ("dir", True), ("redis", False)])
+def test_one_engine_prefills_and_another_decodes(remote: str, layerwise: bool, log: Path,
+                                                 request: Any, tmp_path: Path,
+                                                 alone: Alone) -> None:
+    """The second engine runs, and has answered another prompt, before the first one prefills."""
+    if remote == "redis":
+        port = request.getfixturevalue("redis").port
+        where = f'redis(url="redis://127.0.0.1:{port}", timeout=600000)'
+    else:
+        (tmp_path / "shared").mkdir()
+        where = f'dir(path="{tmp_path}/shared", timeout=600000)'
+    shared = connector(spec=f"store(host=256MiB, remote={where})", level="remote", host_bytes=None,
+                       remote_lookup_s=60, layerwise=layerwise)
+    prompts = [TEXTS[0][:1750], TEXTS[1][:700], TEXTS[2][:900]]
+    other = TEXTS[3][:700]
+    cold, warm = alone.texts(prompts, {})
+    other_cold, _ = alone.texts([other], {})
+    decode = Engine(log, kv_transfer_config={**shared, "kv_role": "kv_consumer"})
+    assert decode.in_turn([other]) == other_cold
+    prefill = Engine(log, kv_transfer_config={**shared, "kv_role": "kv_producer"})
+    first = prefill.in_turn(prompts, tokens=1)
+    assert [ids[0] for ids in first] == [ids[0][:1] for ids in cold]
+    answers = [decode.call("generate", prompts=[one])["answers"][0] for one in prompts]
+    block = decode.call("block")  # one token is always computed
+    assert [one["cached"] for one in answers] == [(len(p) - 1) // block * block for p in prompts]
+    assert [one["ids"] for one in answers] == warm
+    # The consumer saved nothing, and the producer loads nothing.
+    assert prefill.cached([other]) == [0]
+    prefill.call("reset")
+    assert prefill.cached([prompts[0]]) == [0]
+    # The decode engine goes on without the prefill engine.
+    prefill.kill()
+    decode.call("reset")
+    again = decode.call("generate", prompts=[prompts[1]])["answers"][0]
+    assert again["ids"] == warm[1] and again["cached"] >= 640
+    decode.close()
+
+
+def test_a_damaged_remote_is_computed_by_the_decode_engine(log: Path, tmp_path: Path,
+                                                           alone: Alone) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    spec = f'store(host=256MiB, remote=dir(path="{folder}", timeout=600000))'
+    shared = connector(spec=spec, level="remote", host_bytes=None, remote_lookup_s=60)
+    prompts = [TEXTS[0][:1750]]
+    cold, _ = alone.texts([TEXTS[0][:1750], TEXTS[1][:700], TEXTS[2][:900]], {})
+    prefill = Engine(log, kv_transfer_config={**shared, "kv_role": "kv_producer"})
+    prefill.in_turn(prompts, tokens=1)
+    prefill.close()
+    objects = [file for file in folder.rglob("*") if file.is_file() and file.stat().st_size > 65536]
+    assert len(objects) >= 1750 // 128
+    for file in objects:
+        with file.open("r+b") as opened:
+            opened.seek(file.stat().st_size // 2)
+            opened.write(b"damaged")
+    decode = Engine(log, kv_transfer_config={**shared, "kv_role": "kv_consumer"})
+    answer = decode.call("generate", prompts=prompts)["answers"][0]
+    assert answer["ids"] == cold[0] and answer["cached"] == 0
+    decode.close()
+
+
 def test_sleep_is_refused_in_words(log: Path) -> None:
     with pytest.raises(RuntimeError, match="(?i)sleep"):
         Engine(log, kv_transfer_config=connector(), enable_sleep_mode=True)
