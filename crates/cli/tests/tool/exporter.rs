@@ -28,7 +28,7 @@ impl Drop for Process {
 
 /// A server of metrics.
 struct Server {
-    _process: Process,
+    process: Process,
     at: SocketAddr,
     messages: BufReader<std::process::ChildStderr>,
 }
@@ -46,7 +46,7 @@ impl Server {
         messages.read_line(&mut line).expect("a line");
         let at = line.trim().strip_prefix("kvtier: serving metrics at http://");
         let at = at.and_then(|at| at.strip_suffix("/metrics")).unwrap_or_else(|| panic!("{line}"));
-        Server { at: at.parse().expect("an address"), _process: process, messages }
+        Server { at: at.parse().expect("an address"), process, messages }
     }
 
     fn connect(&self) -> TcpStream {
@@ -349,7 +349,7 @@ fn a_termination_signal_ends_the_server() {
     let (_scratch, path) = place("exporter-signal");
     let mut server = Server::start(&[], &[text(&path)]);
     // SAFETY: a signal to a child that has not been waited for.
-    assert_eq!(unsafe { libc::kill(server._process.0.id() as i32, libc::SIGTERM) }, 0);
-    let status = server._process.0.wait().expect("ended");
+    assert_eq!(unsafe { libc::kill(server.process.0.id() as i32, libc::SIGTERM) }, 0);
+    let status = server.process.0.wait().expect("ended");
     assert!(status.success(), "{status}");
 }
