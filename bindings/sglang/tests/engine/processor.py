@@ -224,24 +224,6 @@ def _linker_pools(self: Any, *, kvcache: Any, params: Any, page_size: int) -> An
     return assembler.DevicePoolGroup([entry], kvcache.layer_num, page_size)
 
 
-def _linker_pools_with_windows(self: Any, *, kvcache: Any, params: Any, page_size: int) -> Any:
-    """The same for a model with sliding windows, as SGLang has it for those that have Mamba,
-    too."""
-    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
-    from sglang.srt.mem_cache.hybrid_cache import linker_pool_assembler as assembler
-
-    full, window = hybrid_pool_assembler._swa_layer_mappings(kvcache)
-    entries = [
-        assembler._mha_device_pool_entry(
-            assembler.PoolName.KV, kvcache.full_kv_pool, full, page_size
-        ),
-        assembler._mha_device_pool_entry(
-            assembler.PoolName.SWA, kvcache.swa_kv_pool, window, page_size
-        ),
-    ]
-    return assembler.DevicePoolGroup(entries, len(full) + len(window), page_size)
-
-
 def install() -> None:
     """Gives SGLang's host pools these functions, and its linkers these models."""
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
@@ -249,8 +231,6 @@ def install() -> None:
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # of 10 GiB, that a small machine does not have free
     hybrid_pool_assembler._PlainKvStrategy.build_direct_linker_pool_group = _linker_pools
-    hybrid_pool_assembler._SwaStrategy.build_direct_linker_pool_group = _linker_pools_with_windows
-
     global _init
     _init, base.HostKVCache.__init__ = base.HostKVCache.__init__, _unpinned
     for module in (mha, mla):

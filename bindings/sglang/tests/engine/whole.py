@@ -18,6 +18,7 @@ from typing import Any, Dict, List
 
 import processor
 from sglang.srt.entrypoints.engine import Engine
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
 
@@ -116,13 +117,14 @@ class Commands:
                 "max_new_tokens": 2000 if at == abort else tokens,
                 "ignore_eos": True,
             }
-            stream = await self.engine.async_generate(
+            request = GenerateReqInput(
                 input_ids=prompt,
                 sampling_params=params,
                 stream=True,
                 rid=f"r{os.urandom(8).hex()}",
                 **more,
             )
+            stream = self.engine.tokenizer_manager.generate_request(request, None)
             ids, last, stopped = [], None, False
             async for last in stream:
                 ids = last["output_ids"]
