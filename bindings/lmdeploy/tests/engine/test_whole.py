@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 BLOCK = 16
 SECONDS = 900.0
 NUMBERS = random.Random(11)
-TEXTS = [[NUMBERS.randrange(3, 510) for _ in range(1600)] for _ in range(12)]
+TEXTS = [[NUMBERS.randrange(3, 510) for _ in range(1600)] for _ in range(40)]
 
 
 def missing() -> str:
@@ -112,8 +112,9 @@ def log(tmp_path: Path) -> Path:
 
 
 class Alone:
-    """What lmdeploy without kvtier answers: at first, and again with its own prefix cache. Sums
-    depend on how much is computed at once, so that the two may differ."""
+    """What lmdeploy without kvtier answers to texts that no other test uses: at first, and
+    again with its own prefix cache. Sums depend on how much is computed at once, so that the
+    two may differ."""
 
     def __init__(self, model: Path, log: Path) -> None:
         self.engine = Engine(log, model, num_gpu_blocks=4096)
@@ -168,39 +169,40 @@ def test_a_restart_and_a_kill(model: Path, alone: Alone, log: Path, tmp_path: Pa
         engine.kill()
 
 
-@pytest.mark.parametrize("fits", [True, False])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous, fits", [(False, True), (True, True), (False, False)])
 def test_ten_sessions_where_three_fit(
     asynchronous: bool, fits: bool, model: Path, alone: Alone, log: Path, tmp_path: Path
 ) -> None:
     """The engine's cache has room for three sessions. Each returns with a second question.
     Where kvtier has no disk, and less memory than the sessions need, it evicts blocks, which
     are computed again."""
-    first, second = [text[:1400] for text in TEXTS[:10]], [text[:1440] for text in TEXTS[:10]]
+    first, second = [text[:1400] for text in TEXTS[20:30]], [text[:1440] for text in TEXTS[20:30]]
     config = (
         connector(tmp_path / "disk", lookup_async=asynchronous)
         if fits
         else connector(host_bytes=8 << 20, lookup_async=asynchronous)
     )
-    cold, _ = alone.answers(first)
+    cold, warm = alone.answers(first)
     want, _ = alone.answers(second)
     engine = Engine(log, model, connector=config, num_gpu_blocks=3 * 94)
     assert what(engine.answers(first)) == what(cold)
     engine.call("saved")
-    found = engine.answers(second)
-    assert [one["ids"] for one in found] == [one["ids"] for one in want]
     if fits:
+        found = engine.answers(second)
         assert what(found) == what(want)
         assert [one["cached"] for one in found] == [1392] * 10
     else:
-        assert engine.call("stats")["host_evictions"] > 0
-        assert min(one["cached"] for one in found) < 1392
+        found = engine.answers(first[::-1])[::-1]
+        for one, texts in zip(found, zip(cold, warm)):
+            assert one["ids"] in [text["ids"] for text in texts]
+        assert engine.call("stats")["dropped_chunks"] > 0
+        assert min(one["cached"] for one in found) < 1392 == found[-1]["cached"]
     engine.close()
 
 
 def test_requests_at_once_and_preemption(model: Path, alone: Alone, log: Path) -> None:
     """Four requests that outgrow the engine's cache. It preempts some, whose KV is loaded again."""
-    prompts = [text[:500] for text in TEXTS[:4]]
+    prompts = [text[:500] for text in TEXTS[30:34]]
     engine = Engine(log, model, connector=connector(), num_gpu_blocks=140)
     answers = engine.call("generate", prompts=prompts, tokens=200)
     assert [len(one["ids"]) for one in answers] == [200] * 4
@@ -221,10 +223,10 @@ def test_damaged_blocks_are_computed_again(
     engine.answers(prompts)
     engine.call("saved")
     engine.close()
-    segments = sorted((tmp_path / "disk").rglob("seg-*"))
-    places = [
-        (segment, at) for segment in segments for at in range(8192, segment.stat().st_size, 512)
-    ]
+    places = []
+    for segment in sorted((tmp_path / "disk").rglob("seg-*")):
+        data = segment.read_bytes()
+        places += [(segment, at) for at in range(8192, len(data), 512) if any(data[at : at + 512])]
     assert places
     for segment, at in places[int(len(places) * (1 - part)) :]:
         with segment.open("r+b") as file:
