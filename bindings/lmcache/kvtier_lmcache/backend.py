@@ -193,11 +193,11 @@ class KvtierBackend(StoragePluginInterface):  # type: ignore[misc]
         for at, kind in enumerate(kinds):
             if kind is None:
                 continue
+            objects[at] = self.local_cpu_backend.allocate(
+                kind.torch_shapes(), kind.torch_dtypes(), MemoryFormat[kind.fmt], busy_loop=wait)
             # Waiting for memory is right only before this call has some itself: it is LMCache's
             # busy loop, without an end.
-            objects[at] = self.local_cpu_backend.allocate(
-                kind.torch_shapes(), kind.torch_dtypes(), MemoryFormat[kind.fmt],
-                busy_loop=wait and not any(objects[:at]))
+            wait = False
             if objects[at] is None:
                 log.warning("LMCache has no memory for %d of %d chunks, which count as missing: "
                             "raise max_local_cpu_size", len(names) - at, len(names))
