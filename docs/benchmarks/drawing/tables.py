@@ -464,5 +464,6 @@ TABLES = {
     "python": bars("engines", "python-2026-11-23"),
     "vllm-peers": pivot("engines", ["vllm-peers-1", "vllm-peers-2"], "peer", ["run", "op"], measured,
                         corner="speed of vLLM's tier ÷", columns=["1st run: store", "load", "2nd run: store", "load"]),
+    "lmcache-plugin": bars("engines", "lmcache-2026-11-29"),
     "sglang-load": bars("engines", "sglang-load"),
 }
