@@ -144,8 +144,9 @@ class Scheduler:
             state.appended = end
         if self._events is not None and end // self._block > state.described:
             labels = self._events.labels(request, state.described, end // self._block)
-            self._next_meta.described.append(DescribeBlocks(name, state.described, labels))
-            state.described += len(labels)
+            if labels:
+                self._next_meta.described.append(DescribeBlocks(name, state.described, labels))
+                state.described += len(labels)
 
     def build_meta(self, output: Any) -> KvtierMetadata:
         """Builds the message to the workers for this step."""
