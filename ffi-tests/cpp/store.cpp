@@ -218,6 +218,10 @@ void lookups_events_and_plans_follow_puts(const kvt::runtime &runtime, const std
     const kvt::store_events read = store.events(cursor);
     CHECK(read.events.size() == 4 && read.missed == 0 && cursor == 4);
     CHECK(store.events(cursor).events.empty());
+    std::uint64_t at = 0;
+    const std::vector<kvt_store_event_t> resident = store.residents(at);
+    CHECK(!resident.empty() && at == UINT64_MAX);
+    CHECK(resident[0].kind == KVT_STORE_EVENT_STORED && resident[0].number == cursor);
     CHECK(store.watch(1).finish().value == 3);
     kvt::op next = store.watch(UINT64_MAX);
     next.cancel();
