@@ -45,7 +45,7 @@ EXTRAS = {
     "lmdeploy": ["lmdeploy==0.18.0"],
     "mooncake": ["numpy"],
     "sglang": ["sglang==0.5.23"],
-    "transformers": ["torch", "transformers>=5.23,<6"],
+    "transformers": ["torch", "transformers>=5.22,<6"],
     "vllm": ["vllm>=0.31,<0.34"],
 }
 SHT_DYNAMIC, SHT_GNU_VERNEED = 6, 0x6FFFFFFE

@@ -37,7 +37,7 @@ MISSING = [
     ("import kvtier_sglang", "sglang", "SGLang 0.5.23", "sglang==0.5.23"),
     ("import kvtier_sglang.linker", "sglang", "SGLang 0.5.23", "sglang==0.5.23"),
     ("import kvtier_mooncake", "numpy", "a Mooncake backend", "numpy"),
-    ("import kvtier_transformers", "torch", "transformers 5.23", '"transformers>=5.23,<6"'),
+    ("import kvtier_transformers", "torch", "transformers 5.23", '"transformers>=5.22,<6"'),
     ("import kvtier.h2o", "numpy", "eviction", "numpy"),
 ]
 
@@ -78,7 +78,7 @@ OTHERS: Dict[str, Tuple[Dict[str, str], str]] = {
     "from kvtier_lmdeploy import KvtierConnector": ({"lmdeploy/__init__.py": ""}, "0.18.0"),
     "import kvtier_lmdeploy; kvtier_lmdeploy.activate()": ({"lmdeploy/__init__.py": ""}, "0.18.0"),
     "import kvtier_transformers": (
-        {"transformers.py": "__version__ = '0.1.0'", "torch.py": ""}, "5.23"),
+        {"transformers.py": "__version__ = '0.1.0'", "torch.py": ""}, "5.22"),
 }
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvtier._needs import Needs
+from . import _engine
 
-Needs("kvtier_transformers", "transformers 5.23 or newer, before 6",
-      'torch "transformers>=5.23,<6"', ("torch", "transformers")).check()
+_engine.require()
 
-from . import _version  # noqa: E402, F401: rejects other versions before other imports fail
 from ._shapes import LayerShape, shapes_of  # noqa: E402
 from .cache import TieredCache  # noqa: E402
 from .fingerprint import fingerprint, fingerprint_files  # noqa: E402

@@ -6,14 +6,10 @@ from typing import Any, List, NamedTuple, Sequence
 
 import torch
 from kvtier import RULE_FULL, RULE_WINDOW, Group
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ._errors import unsupported
+from ._versions import DummyLayer
 
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 

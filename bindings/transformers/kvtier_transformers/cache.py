@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, Iterator, List, Op
 import kvtier
 import torch
 from kvtier import LEVEL_RAM
-from transformers.cache_utils import Cache, DummyLayer
+from transformers.cache_utils import Cache
 
 from ._errors import invalid, state, with_advice
 from ._planes import Pair, Placement, Transfer, blank, from_store, to_store
+from ._versions import DummyLayer
 from .cache_layers import NOTHING, TieredLayer, TieredWindowLayer, capacity_for
 from .cache_offload import OffloadedLayer, Ring
 from .sessions import Rows, as_rows, pads_of
