@@ -123,7 +123,7 @@ def _parameters_of(owner: Any, name: str) -> Optional[Parameters]:
     """The parameters of a method, or of `owner` itself for the name "". None if they are not
     known. `self` is left out."""
     found = owner if not name else inspect.getattr_static(owner, name)
-    bound = bool(name) and not isinstance(found, staticmethod)
+    bound = bool(name) and inspect.isclass(owner) and not isinstance(found, staticmethod)
     try:
         signature = inspect.signature(getattr(found, "__func__", found))
     except (TypeError, ValueError):
@@ -151,8 +151,8 @@ def _annotations(owner: Any) -> Any:
         return ()
 
 
-def _of_name(label: str, owner: Any, interface: Interface) -> Iterator[str]:
-    """The differences of one class or function."""
+def changes(label: str, owner: Any, interface: Interface) -> Iterator[str]:
+    """The differences of one class, function or module."""
     for name in interface.has:
         if not _has(owner, name):
             yield f"{label} has no {name}"
@@ -193,7 +193,7 @@ def differences(interfaces: Interfaces) -> Iterator[str]:
             if not hasattr(module, label):
                 yield f"{path} has no {label}"
             else:
-                yield from _of_name(label, getattr(module, label), interface)
+                yield from changes(label, getattr(module, label), interface)
 
 
 def numbers(version: str) -> Tuple[int, ...]:
@@ -235,7 +235,7 @@ class Engine:
         if not found or found < numbers(self.oldest) or (
                 self.before and found >= numbers(self.before)):
             window = f"{self.oldest} and newer" + (f", before {self.before}" if self.before else "")
-            raise self._rejected(version, f"{self.package} supports {window}")
+            raise self.rejected(version, f"{self.package} supports {window}")
 
     def check(self, version: str, interfaces: Interfaces) -> None:
         """Raises `kvtier.UnsupportedError` for a version outside of the window, and for changed
@@ -244,7 +244,7 @@ class Engine:
         changed = list(differences(interfaces))
         if changed:
             more = len(changed) - _MAX_NAMED
-            raise self._rejected(version, "; ".join(changed[:_MAX_NAMED]) + (
+            raise self.rejected(version, "; ".join(changed[:_MAX_NAMED]) + (
                 f"; and {more} more differences" if more > 0 else ""))
         if self.is_tested(version) or (self.name, version) in _warned:
             return
@@ -258,7 +258,8 @@ class Engine:
         *most, last = self.tested
         return f"{', '.join(most)} and {last}" if most else last
 
-    def _rejected(self, version: str, reason: str) -> Exception:
+    def rejected(self, version: str, reason: str) -> Exception:
+        """The error of a version that is not accepted."""
         return make(_abi.KVT_E_UNSUPPORTED,
                     f"{self.name} {version or 'of unknown version'}: {reason}: run pip install "
                     f"{self.install}, or install a newer kvtier")
