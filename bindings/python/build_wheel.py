@@ -42,7 +42,7 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1
 #: needs none of it.
 EXTRAS = {
     "lmcache": ["lmcache==0.5.6"],
-    "lmdeploy": ["lmdeploy==0.18.0"],
+    "lmdeploy": ["lmdeploy>=0.17,<0.19"],
     "mooncake": ["numpy"],
     "sglang": ["sglang==0.5.23"],
     "transformers": ["torch", "transformers>=5.22,<6"],

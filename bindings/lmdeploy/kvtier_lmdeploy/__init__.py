@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._activate import CONNECTOR, SUPPORTED, activate, activated, deactivate
+from ._activate import CONNECTOR, activate, activated, deactivate
 from ._settings import Settings
 
 if TYPE_CHECKING:
     from ._connector import KvtierConnector
 
-__all__ = ["CONNECTOR", "SUPPORTED", "KvtierConnector", "Settings", "activate", "activated",
+__all__ = ["CONNECTOR", "KvtierConnector", "Settings", "activate", "activated",
            "deactivate"]
 
 

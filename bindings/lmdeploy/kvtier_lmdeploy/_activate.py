@@ -9,44 +9,33 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import importlib.util
-import os
 import sys
 from types import ModuleType
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
-from kvtier import abi
-from kvtier._errors import make
+from kvtier._probe import changes
+
+from ._engine import ENGINE, check_version, require, version
+from ._interfaces import FACTORY
 
 #: Value of `kv_connector` that selects this connector.
 CONNECTOR = "KvtierConnector"
-
-#: lmdeploy versions whose connector interface this package supports.
-SUPPORTED = ("0.18.0",)
 
 _FACTORY = "lmdeploy.pytorch.kv_connector.factory"
 #: Modules that import the factory's functions by name.
 _IMPORTERS = ("lmdeploy.pytorch.kv_connector", "lmdeploy.pytorch.engine.engine",
            "lmdeploy.pytorch.engine.model_agent.agent")
-_FUNCTIONS = ("build_kv_connector", "prepare_kv_connector_config")
 
 _originals: Dict[str, Callable[..., Any]] = {}
 _finder: "Optional[_Finder]" = None
 
 
-def version() -> str:
-    """Returns lmdeploy's version, or "" if lmdeploy is not installed."""
-    try:
-        return importlib.metadata.version("lmdeploy")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
 def activate() -> None:
     """Makes the connector known to the engines of this process. A second call does nothing.
 
-    Raises for an unsupported version of lmdeploy, unless KVTIER_LMDEPLOY_ANY is 1."""
+    Raises if lmdeploy is missing or too old. Interfaces that have changed are errors when an engine
+    is created, because this function imports nothing of lmdeploy."""
     global _finder
     if _finder is not None:
         return
@@ -55,7 +44,11 @@ def activate() -> None:
     sys.meta_path.insert(0, _finder)
     module = sys.modules.get(_FACTORY)
     if module is not None:
-        _replace(module)
+        try:
+            _replace(module)
+        except BaseException:
+            deactivate()
+            raise
 
 
 def activated() -> bool:
@@ -76,19 +69,6 @@ def deactivate() -> None:
             if getattr(module, name, None) is ours[name]:
                 setattr(module, name, original)
     _originals.clear()
-
-
-def check_version() -> None:
-    """Raises if lmdeploy is missing, or if its version is not in SUPPORTED."""
-    found = version()
-    if found in SUPPORTED or os.environ.get("KVTIER_LMDEPLOY_ANY") == "1":
-        return
-    if not found:
-        raise make(abi.KVT_E_UNAVAILABLE,
-                   "lmdeploy is not installed: run pip install lmdeploy==0.18.0")
-    raise make(abi.KVT_E_UNSUPPORTED,
-               f"lmdeploy {found} is installed; this connector supports {', '.join(SUPPORTED)}. "
-               "Install a supported version, or set KVTIER_LMDEPLOY_ANY=1 to try this one")
 
 
 class Activation:
@@ -148,11 +128,9 @@ def _loaded_importers() -> Tuple[ModuleType, ...]:
 
 
 def _replace(factory: ModuleType) -> None:
-    missing = [name for name in _FUNCTIONS if not callable(getattr(factory, name, None))]
-    if missing:
-        raise make(abi.KVT_E_UNSUPPORTED,
-                   f"lmdeploy {version()} has no {', '.join(missing)} in {_FACTORY}. Install a "
-                   f"supported version: {', '.join(SUPPORTED)}")
+    changed = list(changes(_FACTORY, factory, FACTORY))
+    if changed:
+        raise ENGINE.rejected(version(), "; ".join(changed))
     for name, ours in (("build_kv_connector", build), ("prepare_kv_connector_config", prepare)):
         original = getattr(factory, name)
         _originals[name] = original
@@ -173,6 +151,7 @@ def prepare(cache_config: Any, **given: Any) -> None:
     if not _is_ours(cache_config):
         _originals["prepare_kv_connector_config"](cache_config, **given)
         return
+    require()
     from ._prepare import prepare_engine
 
     prepare_engine(cache_config, Activation(), **given)

@@ -7,21 +7,22 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from kvtier import TIER_DISK, TIER_HOST, Advice, Policy, abi
 from kvtier._errors import make
 
-from ._engine import imports
+from . import _engine
 
-with imports():
-    from lmdeploy.pytorch.kv_connector.base import (
-        KVConnectorBase,
-        KVConnectorOutput,
-        KVConnectorResult,
-        KVConnectorRole,
-    )
+_engine.require()
 
-from ._lookup import LookupClient
-from ._meta import StepMeta
-from ._scheduler import SchedulerSide
-from ._settings import INTERNAL, Settings, invalid, refuse_hybrid
-from ._worker import WorkerSide
+from lmdeploy.pytorch.kv_connector.base import (  # noqa: E402
+    KVConnectorBase,
+    KVConnectorOutput,
+    KVConnectorResult,
+    KVConnectorRole,
+)
+
+from ._lookup import LookupClient  # noqa: E402
+from ._meta import StepMeta  # noqa: E402
+from ._scheduler import SchedulerSide  # noqa: E402
+from ._settings import INTERNAL, Settings, invalid, refuse_hybrid  # noqa: E402
+from ._worker import WorkerSide  # noqa: E402
 
 _TIERS = {"host": TIER_HOST, "disk": TIER_DISK}
 

@@ -1,18 +1,39 @@
-"""Guards the imports of lmdeploy's connector interface."""
+"""The versions of lmdeploy that this package supports."""
 
 from __future__ import annotations
 
-from typing import ContextManager
+import importlib.metadata
 
-from kvtier._needs import Needs
+from kvtier import abi
+from kvtier._errors import make
+from kvtier._probe import Engine
 
-from ._activate import SUPPORTED, check_version
+from ._interfaces import interfaces
 
-_NEEDS = Needs("kvtier_lmdeploy", f"lmdeploy {', '.join(SUPPORTED)}", f"lmdeploy=={SUPPORTED[-1]}",
-               ("lmdeploy", "numpy"))
+ENGINE = Engine(name="lmdeploy", tested=("0.17", "0.18"), oldest="0.17", package="kvtier_lmdeploy",
+                install="lmdeploy==0.18.0", modules=("lmdeploy", "numpy"))
 
 
-def imports() -> ContextManager[None]:
-    """Context manager for imports from lmdeploy. An unsupported version is reported as such, not
-    as a missing name."""
-    return _NEEDS.imports(check_version)
+def version() -> str:
+    """Returns lmdeploy's version, or "" if lmdeploy is not installed."""
+    try:
+        return importlib.metadata.version("lmdeploy")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check_version() -> None:
+    """Raises if lmdeploy is missing or older than the window. Imports nothing of lmdeploy."""
+    found = version()
+    if not found:
+        raise make(abi.KVT_E_UNAVAILABLE,
+                   f"lmdeploy is not installed: run pip install {ENGINE.install}")
+    ENGINE.check_version(found)
+
+
+def require() -> None:
+    """Raises an error unless the installed lmdeploy has the interfaces that the connector uses.
+    ImportError if lmdeploy or another module is missing."""
+    ENGINE.needs.check()
+    check_version()
+    ENGINE.check(version(), interfaces())

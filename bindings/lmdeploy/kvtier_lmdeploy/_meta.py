@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional, Tuple
 
-from ._engine import imports
-
-with imports():
-    from lmdeploy.pytorch.kv_connector.base import KVConnectorMetadata, KVSaveBlockLease
+from lmdeploy.pytorch.kv_connector.base import KVConnectorMetadata, KVSaveBlockLease
 
 
 @dataclass(frozen=True)

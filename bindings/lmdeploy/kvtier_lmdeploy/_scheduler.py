@@ -12,7 +12,7 @@ from kvtier import TIER_HOST, Advice, Advisor, abi
 from kvtier._errors import make
 from lmdeploy.pytorch.kv_connector.base import KVConnectorResult, KVLoadResult
 
-from . import _future, _names
+from . import _future, _names, _versions
 from ._lookup import LookupClient
 from ._meta import Hint, Load, Save, StepMeta, Switch
 from ._capacity import INITIAL_BLOCKS, StoreCapacity
@@ -80,7 +80,7 @@ class SchedulerSide:
         if not self._loads_kv or _has_media(request):
             return 0, False
         number, each = int(request.seq_id), self._block_tokens
-        limit = request.clamp_prefix_cache_match_step(request.get_prefix_cache_max_candidate_step())
+        limit = request.clamp_prefix_cache_match_step(_versions.candidate_step(request))
         limit = limit // each * each
         # With MTP a block's rows also depend on the next token: recompute the last blocks.
         overlap = max(0, request.prefix_cache.recompute_overlap.recompute_blocks) * each

@@ -16,10 +16,7 @@ from typing import Any, Dict, List, Mapping, Optional, Set, Tuple
 import kvtier
 from kvtier import TIER_DISK, TIER_HOST, Blocks, Identity
 
-from ._engine import imports
-
-with imports():
-    from lmdeploy.pytorch.kv_connector.base import KVConnectorOutput
+from lmdeploy.pytorch.kv_connector.base import KVConnectorOutput
 
 from . import _rows
 from ._lookup import LookupServer

@@ -13,8 +13,6 @@ HERE = Path(__file__).resolve().parent
 PRELUDE = """
 import sys
 import kvtier_lmdeploy
-from kvtier_lmdeploy import _activate
-_activate.version = lambda: "0.18.0"
 import stubs
 NAMES = ("build_kv_connector", "prepare_kv_connector_config")
 def all_ours():
@@ -59,33 +57,16 @@ except ValueError as error:
 """).splitlines() == ["lmdeploy Mooncake's", "Unsupported KV connector: 'Nobody'"]
 
 
-def test_unsupported_version_needs_the_override() -> None:
-    text = """
-import kvtier, kvtier_lmdeploy
-from kvtier_lmdeploy import _activate
-_activate.version = lambda: {version!r}
-try:
-    kvtier_lmdeploy.activate()
-    print("activated")
-except kvtier.Error as error:
-    print(error.name, error)
-"""
-    other = run(text.format(version="0.19.0"))
-    assert other.startswith("KVT_E_UNSUPPORTED") and "KVTIER_LMDEPLOY_ANY=1" in other
-    assert run(text.format(version="")).startswith("KVT_E_UNAVAILABLE")
-    assert run(text.format(version="0.19.0"), KVTIER_LMDEPLOY_ANY="1") == "activated"
-
-
 def test_python_m_runs_scripts_and_modules_activated(tmp_path: Path) -> None:
     script = tmp_path / "serve.py"
     script.write_text("import sys, kvtier_lmdeploy\n"
                       "print(sys.argv[1:], kvtier_lmdeploy.activated(), __name__)\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
+    path = os.pathsep.join([str(tmp_path), str(HERE / "stubs"), *sys.path])
     for program in ([str(script)], ["-m", "serve"]):
         done = subprocess.run(
             [sys.executable, "-m", "kvtier_lmdeploy", *program, "--model", "x"], text=True,
             capture_output=True, timeout=600,
-            env={**os.environ, "PYTHONPATH": path, "KVTIER_LMDEPLOY_ANY": "1"})
+            env={**os.environ, "PYTHONPATH": path})
         assert done.stdout.strip() == "['--model', 'x'] True __main__", done.stderr
     done = subprocess.run([sys.executable, "-m", "kvtier_lmdeploy"], text=True, timeout=600,
                           capture_output=True, env={**os.environ, "PYTHONPATH": path})
@@ -112,7 +93,7 @@ def test_spawned_processes_are_activated(tmp_path: Path) -> None:
     path = os.pathsep.join([str(other), str(HERE / "stubs"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "kvtier_lmdeploy", str(script)], text=True, capture_output=True,
-        timeout=600, env={**os.environ, "PYTHONPATH": path, "KVTIER_LMDEPLOY_ANY": "1"})
+        timeout=600, env={**os.environ, "PYTHONPATH": path})
     assert done.stdout.strip() == "False kvtier_lmdeploy._activate True", done.stderr
 
 

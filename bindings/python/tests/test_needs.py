@@ -32,7 +32,7 @@ MISSING = [
     ("import kvtier_vllm.connector_meta", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
     ("import kvtier_vllm.spec_manager", "vllm", "vLLM 0.33", "'vllm==0.33.*'"),
     ("from kvtier_lmcache import KvtierBackend", "lmcache", "LMCache 0.5.6", "lmcache==0.5.6"),
-    ("from kvtier_lmdeploy import KvtierConnector", "lmdeploy", "lmdeploy 0.18.0",
+    ("from kvtier_lmdeploy import KvtierConnector", "lmdeploy", "lmdeploy 0.18",
      "lmdeploy==0.18.0"),
     ("import kvtier_sglang", "sglang", "SGLang 0.5.23", "sglang==0.5.23"),
     ("import kvtier_sglang.linker", "sglang", "SGLang 0.5.23", "sglang==0.5.23"),

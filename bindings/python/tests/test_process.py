@@ -191,13 +191,14 @@ def test_extras_name_the_versions_that_connectors_support() -> None:
     def text(name: str, file: str) -> str:
         return (found[name] / file).read_text(encoding="utf-8")
 
-    for name, file, constant in [("lmdeploy", "_activate.py", 'SUPPORTED = ("{}",)'),
-                                 ("sglang", "_engine.py", 'tested=("{}",)'),
-                                 ("lmcache", "_config.py", 'TESTED = "{}"')]:
-        version = build_wheel.EXTRAS[name][0].partition("==")[2]
-        assert constant.format(version) in text(name, file)
-    assert 'tested=("0.31", "0.32", "0.33"), oldest="0.31"' in text("vllm", "_engine.py")
-    assert build_wheel.EXTRAS["vllm"] == ["vllm>=0.31,<0.34"]
+    for name, window, extra in [
+            ("lmdeploy", 'tested=("0.17", "0.18"), oldest="0.17"', "lmdeploy>=0.17,<0.19"),
+            ("sglang", 'tested=("0.5.23",), oldest="0.5.22"', "sglang==0.5.23"),
+            ("vllm", 'tested=("0.31", "0.32", "0.33"), oldest="0.31"', "vllm>=0.31,<0.34")]:
+        assert window in text(name, "_engine.py")
+        assert build_wheel.EXTRAS[name] == [extra]
+    assert build_wheel.EXTRAS["lmcache"] == ["lmcache==0.5.6"]
+    assert 'TESTED = "0.5.6"' in text("lmcache", "_config.py")
     for needed in build_wheel.EXTRAS["transformers"]:
         assert needed in text("transformers", "_engine.py")
     assert 'extra == "vllm"' in build_wheel.metadata()

@@ -64,7 +64,7 @@ class Engine:
 
     def step(self, running: Sequence[Any] = (), lengths: Tuple[int, ...] = ()) -> Any:
         """Runs one step: sends metadata to the workers, and passes their output back."""
-        meta = self.scheduler.build_connector_meta(list(running), lengths)
+        meta = self.scheduler.build_connector_meta(list(running), connector_token_lens=lengths)
         if meta is None:
             return None
         for worker in self.workers:
@@ -106,12 +106,19 @@ class Engine:
         self.scheduler.stop_session(session)
         self.scheduler.end_session(session)
 
+    def drained(self) -> None:
+        """Tells the scheduler that the workers have no transfers any more."""
+        name = "finish_kv_transfers_after_worker_drain"  # another name before 0.18
+        if not hasattr(self.scheduler, name):
+            name = "finish_deferred_kv_transfers_after_worker_drain"
+        getattr(self.scheduler, name)()
+
     def close(self, drain: bool = True) -> None:
         """Shuts down as the engine does: workers first."""
         for worker in self.workers:
             worker.shutdown()
         if drain:
-            self.scheduler.finish_kv_transfers_after_worker_drain()
+            self.drained()
         self.scheduler.shutdown()
 
 

@@ -67,7 +67,7 @@ def test_lease_keeps_blocks_until_saves_complete() -> None:
     table = engine.table(sequence)[:4]
     fill(engine.caches[0], table, 1)
     before = bytes_of(engine.caches[0], table)
-    meta = engine.scheduler.build_connector_meta([sequence], (4 * BLOCK,))
+    meta = engine.scheduler.build_connector_meta([sequence], connector_token_lens=(4 * BLOCK,))
     engine.end(0)
     free = engine.scheduler.block_manager.get_num_free_gpu_blocks()
     assert free == 8 - 4  # leased, although the request is gone
@@ -221,7 +221,7 @@ def test_shutdown_completes_saves_in_progress(tmp_path: Path) -> None:
     table = engine.table(sequence)[:4]
     fill(engine.caches[0], table, 1)
     before = bytes_of(engine.caches[0], table)
-    meta = engine.scheduler.build_connector_meta([sequence], (4 * BLOCK,))
+    meta = engine.scheduler.build_connector_meta([sequence], connector_token_lens=(4 * BLOCK,))
     worker = engine.workers[0]
     worker.bind_connector_metadata(meta)
     worker.start_load_kv()
@@ -259,7 +259,7 @@ def test_sleep_drops_transfers_and_keeps_weights_on_request(keeps: bool, tmp_pat
                      "lookup_async": False, "sleep_keeps_weights": keeps})
     saved(engine, 0, prompt(4), 4, 1)
     engine.workers[0].shutdown()
-    engine.scheduler.finish_kv_transfers_after_worker_drain()
+    engine.drained()
     assert engine.connector.stats() == [None]
     sequence = engine.admit(1, prompt(4, first=500))  # no worker answers, so the request computes
     assert sequence.num_history_ids == 0

@@ -1,9 +1,10 @@
-"""The stand-ins of the other tests match the installed lmdeploy, which builds our connector."""
+"""The stand-ins of the other tests match lmdeploy 0.18, which builds our connector."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.metadata
 import importlib.util
 import inspect
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 harness = pytest.importorskip("harness")
+if not importlib.metadata.version("lmdeploy").startswith("0.18."):
+    pytest.skip("the stand-ins are those of lmdeploy 0.18", allow_module_level=True)
 import kvtier_lmdeploy  # noqa: E402
 from lmdeploy.messages import KVTransferConfig  # noqa: E402
 from lmdeploy.pytorch.kv_connector import base, factory  # noqa: E402

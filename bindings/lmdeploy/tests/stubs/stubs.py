@@ -93,10 +93,8 @@ class Request:
 def cache_config(extra: Dict[str, Any], blocks: int = 8, **more: Any) -> Cache:
     """Returns a configuration that was prepared as an engine prepares it."""
     import kvtier_lmdeploy
-    from kvtier_lmdeploy import _activate
     from lmdeploy.pytorch.kv_connector import factory
 
-    _activate.version = lambda: "0.18.0"
     kvtier_lmdeploy.activate()
     extra = {"weights": "of model-a", **extra}
     cache = Cache(Transfer(kv_connector_extra_config=extra), num_gpu_blocks=blocks, **more)
