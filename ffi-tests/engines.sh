@@ -164,6 +164,14 @@ for engine in $engines; do
     fi
 done
 
+# Interfaces of older and newer engines: only the sources in their wheels are fetched (some 10 MB each).
+for engine in $engines; do
+    case $engine in mooncake | lmcache) continue ;; esac
+    echo "--- $engine, the interfaces of other versions"
+    KVTIER_VERSIONS=$work/versions check --rootdir "$root/ffi-tests/versions" -k "$engine" \
+        "$root/ffi-tests/versions/test_versions.py"
+done
+
 case " $engines " in
     *" vllm "*)
         echo "--- vllm, a whole engine for processors"
