@@ -494,7 +494,7 @@ def test_worker_in_another_process_answers_lookups(closing: Callable[[Any], Any]
     work(here, StepMeta(saves=(Save(0, 1, (0, 1, 2, 3), (0,), names_of(4)),)))
     connector = closing(stubs.scheduler(cache, tp_size=2))
     # lmdeploy need not be installed: the child uses its stand-in.
-    env = {**os.environ, "KVTIER_LMDEPLOY_ANY": "1", "PYTHONPATH": os.pathsep.join(
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(
         [str(Path(__file__).parent), *sys.path])}
     child = subprocess.Popen([sys.executable, "-c", WORKER], env=env, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
