@@ -46,7 +46,7 @@ const STATE: [&[&str]; 9] = [
     &["work", "snapshot", "check", "stats"],
     &["remote", "remote_fetch", "remote_lookup", "remote_upload"],
     &["plans", "session", "writeback"],
-    &["blocks", "eviction"],
+    &["blocks", "eviction", "quotas", "retention"],
     &["disk_gc", "device_tier", "runs"],
     &["namespaces", "transfer"],
     &["config", "tier_cache"],

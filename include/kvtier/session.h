@@ -66,6 +66,12 @@ typedef struct kvt_session_opts_t {
     /// Expected maximum length in tokens, for policies; not enforced; 0 = unknown.
     uint32_t max_tokens;
     uint32_t reserved;
+    /// Time to live of chunks that the session stores first, in nanoseconds; 0 = no end. Each put or
+    /// get of them by a session with a TTL starts the time again, but never shortens it; a put
+    /// without a TTL removes the end. At its end a chunk is removed from all tiers, once nothing
+    /// references, pins or continues it. Ends are not stored: a chunk that is on disk when the store
+    /// is opened has none.
+    uint64_t ttl_ns;
 } kvt_session_opts_t;
 #define KVT_SESSION_OPTS_INIT KVT_INIT_(kvt_session_opts_t)
 
@@ -110,12 +116,14 @@ kvt_status_t kvt_session_truncate(const kvt_session_t *session, uint64_t tokens,
 /// Pins chunks of a session: they stay in at least one tier, also when the session is closed. The
 /// weakest pin is given up when nothing else can be evicted. A chunk that is pinned twice keeps the
 /// higher priority and the later end. Chunks that are not stored yet are pinned, too, if the chunk
-/// table has room for them.
+/// table has room for them. Pinned chunks have at most a share of the last tier (`pins` of the
+/// spec, half of it): if these would have more, none is pinned.
 ///
 /// @param first_token  A multiple of chunk_tokens.
 /// @param tokens       Up to a multiple of chunk_tokens or the end of the session; 0 = to the end.
 /// @param priority     0 to 255; pins of low priority are given up first.
 /// @param until_ns     End of the pin, CLOCK_MONOTONIC; 0 = none.
+/// @return KVT_E_BUDGET (pins have their share).
 kvt_status_t kvt_session_pin(const kvt_session_t *session, uint64_t first_token, uint64_t tokens,
                              uint32_t priority, uint64_t until_ns, kvt_error_t **err);
 
@@ -688,6 +696,15 @@ kvt_status_t kvt_session_release_blocks(const kvt_session_t *session,
 /// @return KVT_E_LIMIT.
 kvt_status_t kvt_session_hint_blocks(const kvt_session_t *session, const kvt_block_names_t *names,
                                      const struct kvt_policy_hint_t *hint, kvt_error_t **err);
+
+/// Pins blocks until a time, as kvt_session_pin pins chunks of a session. Names without a block are
+/// skipped.
+///
+/// @param priority  0 to 255; pins of low priority are given up first.
+/// @param until_ns  End of the pin, CLOCK_MONOTONIC; not 0: blocks cannot be unpinned.
+/// @return KVT_E_BUDGET (pins have their share), KVT_E_LIMIT.
+kvt_status_t kvt_session_pin_blocks(const kvt_session_t *session, const kvt_block_names_t *names,
+                                    uint32_t priority, uint64_t until_ns, kvt_error_t **err);
 
 #ifdef __cplusplus
 }

@@ -235,6 +235,16 @@ typedef struct kvt_store_stats_t {
     uint64_t chunks;
     /// Pinned chunks.
     uint64_t pins;
+    /// Bytes of pinned chunks: all layers, stored or not, each cell in whole blocks of 4 KiB.
+    uint64_t pinned_bytes;
+    /// Chunks that were not pinned, because pins had their share of the last tier (`pins` in the spec).
+    uint64_t rejected_pins;
+    /// Chunks removed at the end that their sessions gave them.
+    uint64_t expired_chunks;
+    /// Chunks evicted because their tenant exceeded its quota.
+    uint64_t quota_evicted_chunks;
+    /// Puts rejected because their tenant had its quota.
+    uint64_t quota_rejected_puts;
     /// Transfers in flight.
     uint64_t transfers;
     /// Cells of transfers in flight.
@@ -868,6 +878,16 @@ typedef struct kvt_tenant_t {
     uint64_t hit_cells;
     /// Cells that gets asked for and that were in no tier.
     uint64_t missed_cells;
+    /// Puts rejected for the quota (kvt_store_set_quota).
+    uint64_t rejected_puts;
+    /// Bytes of its chunks in host memory; 0 without a quota of it.
+    uint64_t host_bytes;
+    /// Bytes of its chunks on disk, before encoding; 0 without a quota of it.
+    uint64_t disk_bytes;
+    /// Quota of host memory; 0 = none.
+    uint64_t host_quota_bytes;
+    /// Quota of the disk; 0 = none.
+    uint64_t disk_quota_bytes;
 } kvt_tenant_t;
 
 /// Reads the latest evictions of a tier, oldest first. The store keeps 4,096 of each tier; gaps in
@@ -884,6 +904,21 @@ typedef struct kvt_tenant_t {
 kvt_status_t kvt_store_evictions(const kvt_store_t *store, kvt_tier_t tier,
                                  struct kvt_policy_log_entry_t *entries, uint64_t capacity,
                                  uint64_t stride_bytes, uint64_t *out_count);
+
+/// Sets the most bytes that a tenant's chunks may have in a tier. A chunk belongs to the tenant of
+/// the session that stored it first, and counts with all its layers, before encoding; chunks that
+/// were on disk when the store was opened belong to none. A put that would exceed the quota of host
+/// memory evicts the tenant's least recently used chunks, and is rejected with KVT_E_BUDGET if they
+/// do not suffice (because sessions, transfers or pins hold them). Chunks that gets bring into
+/// memory, or that are written to disk, evict others of their tenant afterwards. `quota` of the
+/// store's spec sets the quota of all tenants without one of their own.
+///
+/// @param tenant  kvt_session_opts_t.tenant, not 0: that stands for no tenant.
+/// @param tier    KVT_TIER_HOST or KVT_TIER_DISK.
+/// @param bytes   0 = no quota.
+/// @return KVT_E_UNSUPPORTED (another tier), KVT_E_LIMIT (65,536 tenants have quotas of their own).
+kvt_status_t kvt_store_set_quota(const kvt_store_t *store, uint32_t tenant, kvt_tier_t tier,
+                                 uint64_t bytes, kvt_error_t **err);
 
 /// Reads the traffic of each tenant, by number. The last row sums the tenants that are not counted
 /// separately, if there are any.

@@ -97,6 +97,12 @@ pub struct kvt_session_opts_t {
     /// Expected maximum length in tokens, for policies; not enforced; 0 = unknown.
     pub max_tokens: u32,
     pub reserved: u32,
+    /// Time to live of chunks that the session stores first, in nanoseconds; 0 = no end. Each put or
+    /// get of them by a session with a TTL starts the time again, but never shortens it; a put
+    /// without a TTL removes the end. At its end a chunk is removed from all tiers, once nothing
+    /// references, pins or continues it. Ends are not stored: a chunk that is on disk when the store
+    /// is opened has none.
+    pub ttl_ns: u64,
 }
 
 /// Length and layout of a session.
@@ -132,7 +138,8 @@ unsafe fn options<'a>(given: &kvt_session_opts_t) -> Result<SessionOpts<'a>> {
     no_reserved(given.reserved)?;
     // SAFETY: the caller's promise.
     let name = unsafe { text("name", given.name, given.name_bytes)? }.as_bytes();
-    Ok(SessionOpts { name, tenant: given.tenant, priority, max_tokens: given.max_tokens })
+    let &kvt_session_opts_t { tenant, max_tokens, ttl_ns, .. } = given;
+    Ok(SessionOpts { name, tenant, priority, max_tokens, ttl_ns })
 }
 
 /// Opens a session without tokens. The session keeps its namespace open.
@@ -204,12 +211,14 @@ pub unsafe extern "C" fn kvt_session_truncate(
 /// Pins chunks of a session: they stay in at least one tier, also when the session is closed. The
 /// weakest pin is given up when nothing else can be evicted. A chunk that is pinned twice keeps the
 /// higher priority and the later end. Chunks that are not stored yet are pinned, too, if the chunk
-/// table has room for them.
+/// table has room for them. Pinned chunks have at most a share of the last tier (`pins` of the
+/// spec, half of it): if these would have more, none is pinned.
 ///
 /// @param first_token  A multiple of chunk_tokens.
 /// @param tokens       Up to a multiple of chunk_tokens or the end of the session; 0 = to the end.
 /// @param priority     0 to 255; pins of low priority are given up first.
 /// @param until_ns     End of the pin, CLOCK_MONOTONIC; 0 = none.
+/// @return KVT_E_BUDGET (pins have their share).
 #[capi]
 pub unsafe extern "C" fn kvt_session_pin(
     session: *const kvt_session_t,
@@ -219,15 +228,19 @@ pub unsafe extern "C" fn kvt_session_pin(
     until_ns: u64,
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
-    let Ok(priority) = u8::try_from(priority) else {
-        fail!(Invalid, "priority is {priority}: a pin has 0 to 255");
-    };
-    let pin = Pin { priority, until_ns: if until_ns == 0 { u64::MAX } else { until_ns } };
+    let pin = pin_of(priority, until_ns)?;
     let session = enter(session)?;
     session.ns.store.with(|core| {
         let tokens = range_tokens(core, session.number, first_token, tokens)?;
         core.pin(session.number, first_token, tokens, pin)
     })
+}
+
+fn pin_of(priority: u32, until_ns: u64) -> Result<Pin> {
+    let Ok(priority) = u8::try_from(priority) else {
+        fail!(Invalid, "priority is {priority}: a pin has 0 to 255");
+    };
+    Ok(Pin { priority, until_ns: if until_ns == 0 { u64::MAX } else { until_ns } })
 }
 
 /// Passes a hint about the future of a session to the policies of its store, usually when a
@@ -1375,7 +1388,7 @@ pub unsafe extern "C" fn kvt_namespace_blocks_exist(
     found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
     found.resize(keys.len(), 0);
     for (keys, found) in keys.chunks(KEYS_PER_LOCK).zip(found.chunks_mut(KEYS_PER_LOCK)) {
-        ns.0.store.inspect(|core| core.exists(ns.0.number, keys, found))??;
+        ns.0.store.inspect_now(|core| core.exists(ns.0.number, keys, found))??;
     }
     // SAFETY: `out` has room for a byte per name, by the caller's promise.
     std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
@@ -1644,4 +1657,27 @@ pub unsafe extern "C" fn kvt_session_hint_blocks(
         }
         rest = others;
     }
+}
+
+/// Pins blocks until a time, as kvt_session_pin pins chunks of a session. Names without a block are
+/// skipped.
+///
+/// @param priority  0 to 255; pins of low priority are given up first.
+/// @param until_ns  End of the pin, CLOCK_MONOTONIC; not 0: blocks cannot be unpinned.
+/// @return KVT_E_BUDGET (pins have their share), KVT_E_LIMIT.
+#[capi]
+pub unsafe extern "C" fn kvt_session_pin_blocks(
+    session: *const kvt_session_t,
+    names: *const kvt_block_names_t,
+    priority: u32,
+    until_ns: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    if until_ns == 0 {
+        fail!(Invalid, "until_ns is 0: a pin of blocks needs an end");
+    }
+    let pin = pin_of(priority, until_ns)?;
+    let session = enter(session)?;
+    let keys = keys_of(&session.ns, names)?;
+    session.ns.store.with(|core| core.pin_blocks(session.number, &keys, pin))
 }

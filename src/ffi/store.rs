@@ -60,6 +60,7 @@ use crate::store::handle::Store;
 use crate::store::spec::{CustomRemote, Fields, Secrets, StoreSpec};
 use crate::store::state::Write;
 use crate::store::state::plans::{LookupRange, LookupResult};
+use crate::store::state::quotas::TenantUse;
 use crate::store::state::snapshot::{ALL_READ, MOST_EVICTIONS};
 use crate::store::state::stats::{Engine, Latency, TIMED, Tenant};
 use crate::store::token_path::MAX_TOKENS;
@@ -1089,7 +1090,7 @@ pub unsafe extern "C" fn kvt_namespace_exists(
     let ns = enter(ns)?;
     let mut found = [0; LOOKUP_GROUP];
     for (at, keys) in keys.chunks(LOOKUP_GROUP).enumerate() {
-        ns.0.store.inspect(|core| core.exists(ns.0.number, keys, &mut found))??;
+        ns.0.store.inspect_now(|core| core.exists(ns.0.number, keys, &mut found))??;
         // SAFETY: room for one byte per key, by the caller's promise.
         std::ptr::copy_nonoverlapping(found.as_ptr(), out.add(at * LOOKUP_GROUP), keys.len());
     }
@@ -1460,9 +1461,19 @@ pub struct kvt_tenant_t {
     pub hit_cells: u64,
     /// Cells that gets asked for and that were in no tier.
     pub missed_cells: u64,
+    /// Puts rejected for the quota (kvt_store_set_quota).
+    pub rejected_puts: u64,
+    /// Bytes of its chunks in host memory; 0 without a quota of it.
+    pub host_bytes: u64,
+    /// Bytes of its chunks on disk, before encoding; 0 without a quota of it.
+    pub disk_bytes: u64,
+    /// Quota of host memory; 0 = none.
+    pub host_quota_bytes: u64,
+    /// Quota of the disk; 0 = none.
+    pub disk_quota_bytes: u64,
 }
 
-fn tenant_for_c(row: &Tenant, is_rest: bool) -> kvt_tenant_t {
+fn tenant_for_c(row: &Tenant, used: &TenantUse, is_rest: bool) -> kvt_tenant_t {
     kvt_tenant_t {
         tenant: row.id,
         is_rest: u32::from(is_rest),
@@ -1470,6 +1481,11 @@ fn tenant_for_c(row: &Tenant, is_rest: bool) -> kvt_tenant_t {
         got_bytes: row.got_bytes,
         hit_cells: row.hits,
         missed_cells: row.misses,
+        rejected_puts: row.rejected_puts,
+        host_bytes: used.bytes[0],
+        disk_bytes: used.bytes[1],
+        host_quota_bytes: used.quota[0],
+        disk_quota_bytes: used.quota[1],
     }
 }
 
@@ -1511,6 +1527,31 @@ pub unsafe extern "C" fn kvt_store_evictions(
     Ok(())
 }
 
+/// Sets the most bytes that a tenant's chunks may have in a tier. A chunk belongs to the tenant of
+/// the session that stored it first, and counts with all its layers, before encoding; chunks that
+/// were on disk when the store was opened belong to none. A put that would exceed the quota of host
+/// memory evicts the tenant's least recently used chunks, and is rejected with KVT_E_BUDGET if they
+/// do not suffice (because sessions, transfers or pins hold them). Chunks that gets bring into
+/// memory, or that are written to disk, evict others of their tenant afterwards. `quota` of the
+/// store's spec sets the quota of all tenants without one of their own.
+///
+/// @param tenant  kvt_session_opts_t.tenant, not 0: that stands for no tenant.
+/// @param tier    KVT_TIER_HOST or KVT_TIER_DISK.
+/// @param bytes   0 = no quota.
+/// @return KVT_E_UNSUPPORTED (another tier), KVT_E_LIMIT (65,536 tenants have quotas of their own).
+#[capi]
+pub unsafe extern "C" fn kvt_store_set_quota(
+    store: *const kvt_store_t,
+    tenant: u32,
+    tier: kvt_tier_t,
+    bytes: u64,
+    err: *mut *mut kvt_error_t,
+) -> kvt_status_t {
+    let tier = Tier::from_code(tier)?;
+    let store = enter(store)?;
+    store.store.with(|core| core.set_quota(tenant, tier, bytes))
+}
+
 /// Reads the traffic of each tenant, by number. The last row sums the tenants that are not counted
 /// separately, if there are any.
 ///
@@ -1528,9 +1569,11 @@ pub unsafe extern "C" fn kvt_store_tenants(
     let to = Strided::new(rows, capacity, stride_bytes, MAX_ROWS)?;
     let store = inspect(store)?;
     let all: Vec<kvt_tenant_t> = store.store.inspect(|core| {
-        let rest = core.other_tenants();
-        let rest = (rest != Tenant::default()).then(|| tenant_for_c(&rest, true));
-        core.tenants().iter().map(|row| tenant_for_c(row, false)).chain(rest).collect()
+        let (rest, uses) = (core.other_tenants(), core.tenant_uses());
+        let none = TenantUse::default();
+        let rest = (rest != Tenant::default()).then(|| tenant_for_c(&rest, &none, true));
+        let row = |row: &Tenant| tenant_for_c(row, uses.get(&row.id).unwrap_or(&none), false);
+        core.tenants().iter().map(row).chain(rest).collect()
     })?;
     give(&to, rows.is_null(), all.into_iter(), out_count)
 }

@@ -786,6 +786,26 @@ impl Store {
         Ok(read(&state.core))
     }
 
+    /// The same, after the chunks whose end has come were removed.
+    pub fn inspect_now<R>(&self, read: impl FnOnce(&StoreState) -> R) -> Result<R> {
+        let mut state = self.inner.state.lock();
+        if state.stop {
+            return Err(Status::Closed.into());
+        }
+        let mut completions = Completions::default();
+        if let Some(end_ns) = state.core.next_end_ns() {
+            let now_ns = self.inner.runtime.clock().now_ns();
+            if end_ns <= now_ns && !state.broken {
+                state.core.tick(now_ns);
+                completions = self.inner.collect_completions(&mut state);
+            }
+        }
+        let result = read(&state.core);
+        drop(state);
+        finish(completions);
+        Ok(result)
+    }
+
     /// Ends the object of a handle; also while the store or its runtime closes. Does nothing for a
     /// closed store.
     pub fn release_with(&self, end: impl FnOnce(&mut StoreState) -> Result<()>) -> Result<()> {

@@ -67,6 +67,11 @@ const PARAMS: &[Param] = &[
     ),
     Param::new("admission", "which chunks may be written to disk: `all`, `none`, `select(...)`")
         .default_is("`all`"),
+    Param::new(
+        "pins",
+        "share of the last tier that pinned chunks may have, of the disk if there is one",
+    ),
+    Param::new("quota", "quota of each tenant: `quota(...)` or `none`").default_is("`none`"),
     Param::new("high", "share of a tier at which eviction begins"),
     Param::new("low", "share of a tier at which eviction ends"),
     Param::new("chunks", "most chunks, of all namespaces"),
@@ -106,6 +111,12 @@ const BEHIND_PARAMS: &[Param] = &[
     Param::new("age", "age at which a chunk is written, as far as the disk keeps up"),
     Param::new("bytes", "when more bytes than this wait to be written, the oldest are written")
         .default_is("an eighth of `host`"),
+];
+
+/// Parameters of `quota`.
+const QUOTA_PARAMS: &[Param] = &[
+    Param::new("host", "most bytes of a tenant's chunks in host memory; 0 = no limit"),
+    Param::new("disk", "most bytes of a tenant's chunks on disk, before encoding; 0 = no limit"),
 ];
 
 /// Parameters of `disk`.
@@ -321,6 +332,8 @@ impl StoreSpec {
                 Some(1) => Codec::Lz4,
                 _ => usual.codec,
             },
+            pins: reader.f64("pins", usual.pins, 0.0..=1.0)?,
+            quota: reader.spec("quota")?.map_or(Ok(usual.quota), read_quota)?,
             high: reader.f64("high", usual.high, 0.0..=1.0)?,
             low: reader.f64("low", usual.low, 0.0..=1.0)?,
             max_chunks: reader.u64("chunks", usual.max_chunks as u64, 1..=1 << 28)? as usize,
@@ -424,6 +437,22 @@ fn read_device_params(reader: &mut Reader, usual: &DeviceConfig) -> Result<Devic
     })
 }
 
+fn read_quota(spec: &Spec) -> Result<[u64; 2]> {
+    match spec.name.as_str() {
+        "none" => return Reader::new(spec).finish().map(|()| [0; 2]),
+        "quota" => {}
+        _ => return Err(spec.unknown_name(&["quota", "none"])),
+    }
+    let mut reader = Reader::new(spec);
+    let quota = read_quota_params(&mut reader)?;
+    reader.finish()?;
+    Ok(quota)
+}
+
+fn read_quota_params(reader: &mut Reader) -> Result<[u64; 2]> {
+    Ok([reader.bytes("host", 0)?, reader.bytes("disk", 0)?])
+}
+
 fn read_disk(spec: &Spec) -> Result<Option<DiskSpec>> {
     match spec.name.as_str() {
         "none" => return Reader::new(spec).finish().map(|()| None),
@@ -463,6 +492,8 @@ pub struct Descriptions {
     pub store: Description,
     /// The write modes.
     pub writes: Vec<Description>,
+    /// `quota`.
+    pub quota: Description,
     /// `disk`.
     pub disk: Description,
     /// `device`.
@@ -482,6 +513,7 @@ pub fn describe() -> Result<Descriptions> {
     };
     let store = recorded(&|reader| StoreSpec::read_params(reader).map(drop))?;
     let behind = recorded(&|reader| read_behind(reader, &Config::default()).map(drop))?;
+    let quota = recorded(&|reader| read_quota_params(reader).map(drop))?;
     let disk = recorded(&|reader| read_disk_params(reader).map(drop))?;
     let usual = DeviceConfig::default();
     let device = recorded(&|reader| read_device_params(reader, &usual).map(drop))?;
@@ -505,6 +537,7 @@ pub fn describe() -> Result<Descriptions> {
     Ok(Descriptions {
         store: Description::new("store", "a store with its tiers", PARAMS, store)?,
         writes,
+        quota: Description::new("quota", "quotas of a tenant", QUOTA_PARAMS, quota)?,
         disk: Description::new("disk", "the disk tier", DISK_PARAMS, disk)?,
         device: Description::new("device", "replicas in device memory", DEVICE_PARAMS, device)?,
         remotes,

@@ -135,6 +135,7 @@ fn tenant(json: &mut Json, row: &Tenant) {
     json.key("got_bytes").whole(row.got_bytes);
     json.key("hits").whole(row.hits);
     json.key("misses").whole(row.misses);
+    json.key("rejected_puts").whole(row.rejected_puts);
 }
 
 /// Writes a session.

@@ -46,7 +46,7 @@ impl StoreState {
         ticket: Option<u64>,
     ) -> Result<u32> {
         let session = self.session(at)?;
-        let (namespace, context) = (session.namespace, session.context);
+        let (namespace, context, ttl_ns) = (session.namespace, session.context, session.ttl_ns);
         let table = self.namespaces[namespace as usize].table;
         let BlockTransfer { keys, first_layer, layers, views, after } = blocks;
         if keys.is_empty() || keys.len() > MAX_BLOCKS {
@@ -69,6 +69,7 @@ impl StoreState {
             table,
             flow: at,
             context,
+            ttl_ns,
             lane,
             kind,
             level,

@@ -37,6 +37,8 @@ impl StoreState {
         self.check_replicas()?;
         self.check_holds()?;
         self.check_namespaces()?;
+        self.check_retention()?;
+        self.check_quotas()?;
         let (mut pieces, mut blocks) = (0, 0);
         for (number, table) in self.tables.iter().enumerate() {
             let (p, b) = self.check_table(number)?;

@@ -44,6 +44,12 @@ pub mod note {
     pub const GAPPED: u16 = 2048;
     /// Queued for write-behind.
     pub const UNWRITTEN: u16 = 4096;
+    /// A put of the chunk has begun since its row was added.
+    pub const STORED: u16 = 8192;
+    /// Counts against its tenant's quota of host memory.
+    pub const CHARGED_HOST: u16 = 16384;
+    /// Counts against its tenant's quota of the disk.
+    pub const CHARGED_DISK: u16 = 32768;
 }
 
 /// Cells of a chunk: all, or one.
@@ -80,6 +86,12 @@ pub struct ChunkTable {
     pub classes: Zeroed<u8>,
     /// Session that used each chunk last, if policies choose sessions; 0 = none.
     pub users: Zeroed<u64>,
+    /// End of each chunk, when it is removed from all tiers; 0 = none.
+    pub(super) ends: Zeroed<u64>,
+    /// Tenant that stored each chunk first; 0 = none.
+    pub(super) owners: Zeroed<u32>,
+    /// Number of the last use of each chunk whose tenant has a quota.
+    pub(super) turns: Zeroed<u64>,
     /// Piece of device memory of each cell; empty without a device tier.
     pieces: Zeroed<u32>,
 }
@@ -98,6 +110,9 @@ impl ChunkTable {
             uses: Zeroed::new(max_chunks)?,
             classes: Zeroed::new(max_chunks)?,
             users: Zeroed::new(max_chunks)?,
+            ends: Zeroed::new(max_chunks)?,
+            owners: Zeroed::new(max_chunks)?,
+            turns: Zeroed::new(max_chunks)?,
             pieces: Zeroed::new(0)?,
         })
     }
@@ -127,6 +142,8 @@ impl ChunkTable {
         let (most, layers) = (self.chunks.most(), self.chunks.shape().layers);
         let notes = self.notes.front_bytes(most) + self.uses.front_bytes(most);
         let users = self.classes.front_bytes(most) + self.users.front_bytes(most);
+        let ends = self.ends.front_bytes(most) + self.turns.front_bytes(most);
+        let users = users + ends + self.owners.front_bytes(most);
         self.chunks.used_bytes() + notes + users + self.pieces.front_bytes(most * layers)
     }
 

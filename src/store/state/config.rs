@@ -135,6 +135,11 @@ pub struct Config {
     pub admission: String,
     /// Lossless codec of cells on disk, where the namespace's recipe names none.
     pub codec: Codec,
+    /// Share of the last tier that pinned chunks may have.
+    pub pins: f64,
+    /// Quota of each tenant that has none of its own, in bytes of host memory and of the disk;
+    /// 0 = none.
+    pub quota: [u64; 2],
     /// Share of a tier at which eviction begins.
     pub high: f64,
     /// Share at which eviction ends.
@@ -178,6 +183,8 @@ impl Default for Config {
             unwritten_bytes: 0,
             admission: "all".into(),
             codec: Codec::None,
+            pins: 0.5,
+            quota: [0; 2],
             high: 0.97,
             low: 0.92,
             max_chunks: 1 << 20,

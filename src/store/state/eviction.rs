@@ -1,12 +1,11 @@
-//! Eviction from host memory and reclaim: victim choice, policy notifications, references, pins, and
-//! what other owners of the budget request.
+//! Eviction from host memory and reclaim: victim choice, policy notifications, references, and what
+//! other owners of the budget request.
 
-use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::base::budget::{ALL_TIERS, Tier};
 use crate::base::status::Result;
-use crate::meta::chunks::{Cell, Chunk, Chunks, Dropped, Location, Pin};
+use crate::meta::chunks::{Cell, Chunk, Dropped, Location};
 use crate::meta::index::{NONE, Slot};
 use crate::meta::objects::Facts;
 use crate::policy::Hint;
@@ -328,6 +327,7 @@ impl StoreState {
     pub(super) fn arrived(&mut self, table: u32, cell: Cell, tier: Tier) {
         let at = At { table, slot: cell.chunk };
         self.enter_cache(at, tier, Part::Layer(cell.layer));
+        self.charge_quota(at, tier as usize);
         let rows = &self.tables[table as usize];
         let cells = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.cells()[tier as usize]);
         if usize::from(cells) == rows.layout.layers() {
@@ -416,10 +416,16 @@ impl StoreState {
         let rows = &self.tables[at.table as usize];
         let Some(row) = rows.chunks.chunk(at.slot) else { return };
         let remaining = usize::from(row.cells()[tier as usize]);
+        let is_gone = row.cells_somewhere() == 0;
         if remaining + gone.len() == rows.layout.layers() {
             self.publish(Kind::Removed, tier, at);
         }
         if remaining == 0 {
+            self.discharge_quota(at, tier as usize);
+            if is_gone {
+                // A later put stores the chunk anew.
+                self.tables[at.table as usize].clear(at.slot, note::STORED);
+            }
             if tier == Tier::Disk {
                 self.removed_from_disk(at);
             }
@@ -577,10 +583,6 @@ pub(super) struct Eviction {
     pub(super) disk: Option<TierCache>,
     /// Decides which evicted chunks are written to disk.
     pub(super) admission: Admission,
-    /// Pins, the weakest first.
-    pub(super) pins: BTreeSet<Hold>,
-    /// The same, by when they end.
-    pub(super) pin_ends: BTreeSet<(u64, u8, At)>,
     /// Victims in a row that could not leave memory.
     pub(super) refusals: u32,
     /// When the last of them was refused.
@@ -603,8 +605,6 @@ impl Eviction {
             host,
             disk,
             admission: Admission::open(&config.admission, 0)?,
-            pins: BTreeSet::new(),
-            pin_ends: BTreeSet::new(),
             refusals: 0,
             refused_ns: 0,
             reclaim_targets: ReclaimTargets::default(),
@@ -697,94 +697,6 @@ impl StoreState {
                 false => rows.clear(slot, note::PINNED),
             }
         }
-    }
-}
-
-// ---------- pins
-//
-// Pins keep chunks resident without a reference, as long as the budget allows. When nothing else can
-// be evicted, the weakest pin is given up: of the lowest class the one that expires first; a pin
-// without expiry is the last of its class.
-
-/// Strength of a pin: class, end, position. Of equal pins the last one of a path is the weakest,
-/// since the others are of use without it.
-pub(super) type Hold = (u8, u64, Reverse<u32>, At);
-
-/// The pin of a chunk.
-fn hold_of(chunks: &Chunks, at: At) -> Option<Hold> {
-    let row = chunks.chunk(at.slot)?;
-    row.pin().map(|pin| (pin.priority, pin.until_ns, Reverse(row.position()), at))
-}
-
-impl StoreState {
-    /// Pins the chunks of a range of tokens until a time, as long as the budget allows. Chunks that
-    /// do not exist yet are pinned, too, if the table has room for all of them.
-    pub fn pin(&mut self, at: u32, first: u64, tokens: u64, pin: Pin) -> Result<()> {
-        let slots = self.rows_if_free(at, first, tokens)?;
-        let table = self.namespaces[self.session(at)?.namespace as usize].table;
-        for slot in slots {
-            let chunks = &mut self.tables[table as usize].chunks;
-            let place = At { table, slot };
-            let old = hold_of(chunks, place);
-            chunks.pin(slot, pin)?;
-            let new = hold_of(chunks, place);
-            if let Some(old) = old {
-                self.eviction.pins.remove(&old);
-                self.eviction.pin_ends.remove(&(old.1, old.0, place));
-            }
-            if let Some(new) = new {
-                self.eviction.pins.insert(new);
-                self.eviction.pin_ends.insert((new.1, new.0, place));
-            }
-            self.note_held(table, slot);
-        }
-        Ok(())
-    }
-
-    /// Removes the pins of the chunks of a range of tokens, regardless of their owner.
-    pub fn unpin_range(&mut self, at: u32, first: u64, tokens: u64) -> Result<()> {
-        for At { table, slot } in self.known_chunks(at, first, tokens)? {
-            let place = At { table, slot };
-            if let Some(hold) = hold_of(&self.tables[table as usize].chunks, place) {
-                self.eviction.pins.remove(&hold);
-                self.eviction.pin_ends.remove(&(hold.1, hold.0, place));
-                self.unpin(place);
-            }
-        }
-        self.settle();
-        Ok(())
-    }
-
-    /// Ends pins that are due.
-    pub(super) fn end_pins(&mut self) {
-        while let Some(&(until, _, at)) = self.eviction.pin_ends.first() {
-            if until > self.now_ns {
-                return;
-            }
-            self.eviction.pin_ends.pop_first();
-            if let Some(hold) = hold_of(&self.tables[at.table as usize].chunks, at) {
-                self.eviction.pins.remove(&hold);
-                self.unpin(at);
-            }
-        }
-    }
-
-    /// Gives up the weakest pin when nothing else can be evicted: in the lowest class the pin that
-    /// ends first, which has the least time left. A pin without an end is the last of its class.
-    pub(super) fn drop_weakest_pin(&mut self) -> bool {
-        let Some((priority, until, _, at)) = self.eviction.pins.pop_first() else { return false };
-        self.eviction.pin_ends.remove(&(until, priority, at));
-        self.unpin(at);
-        true
-    }
-
-    fn unpin(&mut self, at: At) {
-        if let Err(error) = self.tables[at.table as usize].chunks.unpin(at.slot) {
-            log::error!("internal: a pin of a missing chunk: {error}");
-        }
-        self.eviction.reclaim_targets.released();
-        self.note_held(at.table, at.slot);
-        self.tidy(at.table, at.slot);
     }
 }
 
@@ -975,6 +887,7 @@ impl StoreState {
         if cells == rows.layout.layers() {
             self.publish(Kind::Removed, Tier::Host, at);
         }
+        self.forget_retention(at);
         let (rows, host) = (&mut self.tables[at.table as usize], &mut self.host);
         rows.forget(at.slot);
         let removed = rows.chunks.remove(at.slot, |_, place| {

@@ -16,10 +16,12 @@ pub mod disk_gc;
 pub mod eviction;
 mod namespaces;
 pub mod plans;
+pub mod quotas;
 pub mod remote;
 pub mod remote_fetch;
 pub mod remote_lookup;
 pub mod remote_upload;
+mod retention;
 mod runs;
 pub mod session;
 pub mod shadow;
@@ -99,6 +101,8 @@ pub struct StoreState {
     dependencies: transfer::Dependencies,
     stages: Stages,
     eviction: Eviction,
+    retention: retention::Retention,
+    quotas: quotas::Quotas,
     writeback: writeback::Writeback,
     disk_gc: disk_gc::DiskGc,
     plans: plans::Plans,
@@ -131,6 +135,8 @@ impl StoreState {
             dependencies: transfer::Dependencies::default(),
             stages: Stages::new(&config, config.copy_bytes / transfer::PARTS)?,
             eviction: Eviction::open(&config, disk_bytes)?,
+            retention: retention::Retention::default(),
+            quotas: quotas::Quotas::new(config.quota),
             writeback: writeback::Writeback::default(),
             disk_gc: disk_gc::DiskGc::default(),
             plans: plans::Plans::default(),
@@ -142,10 +148,11 @@ impl StoreState {
         })
     }
 
-    /// Advances the clock to `now_ns`; it never decreases. Ends pins that are due.
+    /// Advances the clock to `now_ns`; it never decreases. Ends pins and chunks that are due.
     pub fn tick(&mut self, now_ns: u64) {
         self.now_ns = self.now_ns.max(now_ns);
         self.end_pins();
+        self.end_chunks();
         self.abandon_overdue();
         self.settle();
     }
@@ -189,6 +196,7 @@ impl StoreState {
             if !self.feed()
                 && !self.retry_memory_waiters()
                 && !self.make_room()
+                && !self.enforce_quotas()
                 && !self.pay()
                 && !self.fetch_ahead()
             {
@@ -273,6 +281,7 @@ impl StoreState {
                 self.remove_from_policy(at, tier);
             }
         }
+        self.forget_retention(at);
         self.tables[at.table as usize].forget(at.slot);
         if self.disk.is_some() {
             self.writeback.unsynced.remove(&at);

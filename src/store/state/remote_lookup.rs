@@ -219,6 +219,7 @@ impl StoreState {
             table: self.namespaces[session.namespace as usize].table,
             flow: at,
             context: session.context,
+            ttl_ns: 0,
             lane: 0,
             kind: TransferKind::Prefetch,
             level: Level::Ram,

@@ -33,6 +33,8 @@ pub struct SessionOpts<'a> {
     pub priority: Option<u8>,
     /// Most tokens; 0 = not known.
     pub max_tokens: u32,
+    /// Chunks that it stores are removed so long after its last put or get of them; 0 = never.
+    pub ttl_ns: u64,
 }
 
 /// A session.
@@ -40,6 +42,7 @@ pub struct Session {
     pub(super) path: Path,
     pub(super) namespace: u32,
     pub(super) context: RequestContext,
+    pub(super) ttl_ns: u64,
     /// Blocks that it holds by name.
     pub(super) holds: Holds,
     /// Chunks at its front that a remote lookup has covered.
@@ -106,6 +109,7 @@ impl StoreState {
             path,
             namespace,
             context,
+            ttl_ns: opts.ttl_ns,
             holds: Holds::default(),
             looked_up: 0,
         })?;
@@ -484,11 +488,12 @@ impl StoreState {
         let moved = u32::try_from(moved).map_err(|_| Status::Limit)?;
         let chunks = picked.map_or(all, |picked| picked.len() as u32);
         self.check_views((table, kind), &views, first_layer, moved, chunks)?;
-        let context = self.session(at)?.context;
+        let Session { context, ttl_ns, .. } = *self.session(at)?;
         let mut spec = TransferSpec {
             table,
             flow: at,
             context,
+            ttl_ns,
             lane,
             kind,
             level,

@@ -186,7 +186,8 @@ impl StoreState {
             layouts: self.tables.iter().filter(|table| table.namespaces > 0).count() as u64,
             sessions: self.sessions.len() as u64,
             tenants: self.stats.tenants.rows().len() as u64,
-            pins: self.eviction.pins.len() as u64,
+            pins: self.retention.pins() as u64,
+            pinned_bytes: self.retention.pinned_bytes(),
             transfers: self.transfers.table.len() as u64,
             transfer_cells: self.transfers.jobs.iter().map(|(_, job)| u64::from(job.cells())).sum(),
             memory_waiters: self.transfers.memory_waiters.len() as u64,
@@ -405,11 +406,12 @@ fn policies(out: &mut Exposition, all: &Report) {
 fn tenants(out: &mut Exposition, rows: &[Tenant], others: Tenant) {
     let names: Vec<String> = rows.iter().map(|row| row.id.to_string()).collect();
     let all = || names.iter().map(String::as_str).zip(rows).chain([("others", &others)]);
-    let families: [Family<Tenant>; 4] = [
+    let families: [Family<Tenant>; 5] = [
         ("put_bytes", |row| row.put_bytes, "Bytes that a tenant put."),
         ("got_bytes", |row| row.got_bytes, "Bytes that a tenant got."),
         ("hits", |row| row.hits, "Cells of gets of a tenant that were resident."),
         ("misses", |row| row.misses, "Cells of gets of a tenant that were in no tier."),
+        ("rejected_puts", |row| row.rejected_puts, "Puts rejected for a tenant's quota."),
     ];
     for (name, value, help) in families {
         out.family(&format!("kvtier_tenant_{name}_total"), Kind::Counter, help);
@@ -439,6 +441,8 @@ pub struct Tenant {
     pub hits: u64,
     /// Requested cells that were not.
     pub misses: u64,
+    /// Puts rejected for the quota.
+    pub rejected_puts: u64,
 }
 
 /// Traffic of all tenants.
@@ -471,6 +475,11 @@ impl Tenants {
             }
             _ => row.misses += u64::from(cells),
         }
+    }
+
+    /// Counts a put that was rejected for its tenant's quota.
+    pub(super) fn rejected_put(&mut self, id: u32) {
+        self.row(id).rejected_puts += 1;
     }
 
     fn row(&mut self, id: u32) -> &mut Tenant {

@@ -91,6 +91,8 @@ pub struct TransferSpec {
     pub flow: u32,
     /// Session and tenant that policies are notified with.
     pub context: RequestContext,
+    /// Time from now until new chunks end; 0 = they have no end.
+    pub ttl_ns: u64,
     /// Urgency; 0 is served first.
     pub lane: usize,
     /// Kind of the transfer.
@@ -388,6 +390,7 @@ impl StoreState {
     /// Begins a transfer and returns its number. Its chunks are referenced until it is over.
     pub fn submit(&mut self, spec: TransferSpec) -> Result<u32> {
         self.check_transfer(&spec, spec.slots.len())?;
+        self.admit_put(&spec)?;
         let (table, ticket, after) = (spec.table, spec.ticket, spec.after);
         let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
         let slots = std::mem::take(&mut self.transfers.table[number].spec.slots);
@@ -398,6 +401,7 @@ impl StoreState {
         self.transfers.table[number].spec.slots = slots;
         self.dependencies.join_event(after);
         self.prefetch_begins(number);
+        self.note_retention(number);
         self.notify_policies(number);
         match self.transfers.table[number].spec.kind {
             TransferKind::Put => self.counters.puts += 1,

@@ -7,6 +7,7 @@ mod measure;
 mod naive;
 mod pins;
 mod plans;
+mod retention;
 mod speeds;
 mod warnings;
 mod world;

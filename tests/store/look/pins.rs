@@ -37,7 +37,8 @@ fn left(world: &mut World, document: u32) -> usize {
 
 #[test]
 fn pin_that_expires_first_is_revoked_first() {
-    let mut world = World::new(3, 600 << 10, 0);
+    // Half of it has room for all pins.
+    let mut world = World::new(3, 900 << 10, 0);
     let now_ns = world.core.0.lock().now_ns();
     let pin = |priority, seconds: u64| {
         let until_ns = if seconds == 0 { u64::MAX } else { now_ns + seconds * SECOND };

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
-use kvtier::base::status::Status;
+use kvtier::base::status::{Result, Status};
 use kvtier::base::sync::{Arc, Mutex};
 use kvtier::device::Stream;
 use kvtier::device::host::Host;
@@ -168,9 +168,13 @@ impl World {
 
     /// Opens a session without tokens.
     pub fn open(&mut self, namespace: usize, tenant: u32) -> usize {
-        let opts = SessionOpts { tenant, ..SessionOpts::default() };
+        self.open_with(namespace, &SessionOpts { tenant, ..SessionOpts::default() })
+    }
+
+    /// Opens a session without tokens.
+    pub fn open_with(&mut self, namespace: usize, opts: &SessionOpts<'_>) -> usize {
         let number =
-            self.core.0.lock().open_session(self.namespaces[namespace].number, &opts).unwrap();
+            self.core.0.lock().open_session(self.namespaces[namespace].number, opts).unwrap();
         self.sessions.push(Session { number, namespace, tokens: Vec::new() });
         self.sessions.len() - 1
     }
@@ -234,6 +238,23 @@ impl World {
         tokens: usize,
         layers: std::ops::Range<usize>,
     ) -> bool {
+        let begun = self.try_part(at, kind, lane, first, tokens, layers);
+        if let Err(error) = &begun {
+            assert!(matches!(error.status(), Status::Again | Status::Limit), "{error}");
+        }
+        begun.is_ok()
+    }
+
+    /// Submits a transfer.
+    pub fn try_part(
+        &mut self,
+        at: usize,
+        kind: TransferKind,
+        lane: usize,
+        first: usize,
+        tokens: usize,
+        layers: std::ops::Range<usize>,
+    ) -> Result<()> {
         let session = &self.sessions[at];
         let layout = &self.namespaces[session.namespace].layout;
         let views = layers.clone().map(|layer| self.views(layout, layer, tokens));
@@ -248,25 +269,13 @@ impl World {
             after: None,
         };
         let mut core = self.core.0.lock();
-        match core.submit_cell_range(session.number, kind, Level::Ram, lane, cell_range) {
-            Ok(number) => {
-                // The first chunk is identified by its own prefix, and each later chunk by a longer
-                // one.
-                let tokens = session.tokens[..first + tokens].to_vec();
-                let from = if kind == TransferKind::Put { first } else { tokens.len() };
-                self.asked.push((
-                    number,
-                    session.namespace,
-                    [&[from as u32], &tokens[..]].concat(),
-                    layers,
-                ));
-                true
-            }
-            Err(error) => {
-                assert!(matches!(error.status(), Status::Again | Status::Limit), "{error}");
-                false
-            }
-        }
+        let number = core.submit_cell_range(session.number, kind, Level::Ram, lane, cell_range)?;
+        // The first chunk is identified by its own prefix, and each later chunk by a longer one.
+        let tokens = session.tokens[..first + tokens].to_vec();
+        let from = if kind == TransferKind::Put { first } else { tokens.len() };
+        let asked = [&[from as u32], &tokens[..]].concat();
+        self.asked.push((number, session.namespace, asked, layers));
+        Ok(())
     }
 
     fn views(&self, layout: &Layout, layer: usize, tokens: usize) -> LayerViews {

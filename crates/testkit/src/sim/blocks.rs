@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::sim::callers::views_of;
 use crate::sim::content::{Planes, is_right, prefixes};
-use crate::sim::world::{Outcome, POISON, SPACES, World, wrong};
+use crate::sim::world::{Outcome, POISON, SPACES, World, evictions, wrong};
 use kvtier::base::random::Random;
 use kvtier::base::status::Status;
 use kvtier::base::sync::Arc;
@@ -201,7 +201,7 @@ impl World {
                 blocks.submitted.insert(number, submitted);
                 Ok(())
             }
-            Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
+            Err(error) if self.is_limit(error.status()) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
@@ -415,7 +415,7 @@ impl World {
                 }
                 (TransferKind::Get, _) if submitted.must_exist => {
                     let counters = self.core.0.lock().counters;
-                    if counters.evicted_chunks + counters.evicted_parts == 0 {
+                    if evictions(&counters) == 0 {
                         return ended("a durable block is missing");
                     }
                     self.forgets = true;

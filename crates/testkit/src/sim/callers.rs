@@ -21,6 +21,12 @@ impl World {
         (count > 0).then(|| self.random.below(count) as usize)
     }
 
+    /// Whether a request may be rejected with a status although nothing is wrong.
+    pub(super) fn is_limit(&self, status: Status) -> bool {
+        let is_quota = status == Status::Budget && self.config.quota != [0; 2];
+        is_quota || matches!(status, Status::Again | Status::Limit)
+    }
+
     pub(super) fn open_session(&mut self) -> Outcome<()> {
         if self.sessions.len() as u64 >= MAX_SESSIONS {
             return self.close_session();
@@ -29,6 +35,12 @@ impl World {
         let opts = SessionOpts {
             tenant: namespace,
             priority: Some(self.random.below(3) as u8),
+            // Some end soon, some late; in most simulations none does.
+            ttl_ns: match (self.config.quota[0] > 0, self.sessions.len() % 3) {
+                (true, 1) => 20_000_000,
+                (true, 2) => 3_000_000_000,
+                _ => 0,
+            },
             ..Default::default()
         };
         let number = self.core.0.lock().open_session(self.namespaces[namespace as usize], &opts)?;
@@ -157,8 +169,8 @@ impl World {
                 self.submitted.insert(number, Submitted { level, ..submitted });
                 Ok(())
             }
-            // At the limit of transfers or chunks: no defect.
-            Err(error) if matches!(error.status(), Status::Again | Status::Limit) => Ok(()),
+            // At the limit of transfers, chunks or a quota: no defect.
+            Err(error) if self.is_limit(error.status()) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
@@ -216,7 +228,7 @@ impl World {
             let pin = Pin { priority: self.random.below(3) as u8, until_ns };
             match self.core.0.lock().pin(session.number, 0, tokens, pin) {
                 Ok(()) => {}
-                Err(error) if error.status() == Status::Limit => {}
+                Err(error) if matches!(error.status(), Status::Limit | Status::Budget) => {}
                 Err(error) => return Err(error.into()),
             }
         }

@@ -6,7 +6,7 @@ use crate::sim::blocks::Blocks;
 use crate::sim::callers::views_of;
 use crate::sim::content::{Planes, prefixes};
 use crate::sim::engine_events::EngineEvents;
-use crate::sim::world::{Outcome, POISON, Shared, Submitted, World, wrong};
+use crate::sim::world::{Outcome, POISON, Shared, Submitted, World, evictions, wrong};
 use kvtier::base::clock::Clock;
 use kvtier::base::random::Random;
 use kvtier::base::sync::{Arc, Mutex};
@@ -71,7 +71,7 @@ impl World {
         let now = self.core.0.lock().stats_now();
         self.report.counters.add_counters(&now);
         // Evicted and unreadable chunks may be missing.
-        self.forgets |= now.evicted_chunks + now.evicted_parts + now.corrupt_cells > 0;
+        self.forgets |= evictions(&now) + now.corrupt_cells > 0;
     }
 
     /// Reads all durable cells.
@@ -149,7 +149,7 @@ impl World {
         let after = self.core.0.lock().counters.missed_cells;
         self.core.0.lock().close_session(number)?;
         let counters = self.core.0.lock().counters;
-        if counters.evicted_chunks + counters.evicted_parts > 0 {
+        if evictions(&counters) > 0 {
             self.forgets = true; // the disk is nearly full: evicted cells may be missing
             return Ok(());
         }

@@ -26,7 +26,7 @@ use kvtier::store::state::disk_gc::{CheckpointWriter, Page};
 use kvtier::store::state::tier_cache::Granularity;
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::work::{Work, WorkerKind};
-use kvtier::store::state::{Config, NamespaceOpts, StoreState, Write};
+use kvtier::store::state::{Config, NamespaceOpts, StoreState, StoreStats, Write};
 use kvtier::tier::disk::{CellAt, CellIndex, Spot};
 
 pub(super) type Outcome<T> = std::result::Result<T, Failure>;
@@ -161,6 +161,22 @@ fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
 }
 
 /// Configuration of the store.
+/// Chunks that were removed from the disk although nobody asked for that.
+pub(super) fn evictions(counters: &StoreStats) -> u64 {
+    counters.evicted_chunks
+        + counters.evicted_parts
+        + counters.expired_chunks
+        + counters.quota_evicted_chunks
+}
+
+/// Quotas of host memory and of the disk.
+fn quota(seed: u64) -> [u64; 2] {
+    match seed % 5 {
+        3 => [(1 + seed / 5 % 7) << 16, [0, 96 << 10, 1 << 20][seed as usize / 35 % 3]],
+        _ => [0; 2],
+    }
+}
+
 fn config(
     seed: u64,
     random: &mut Random,
@@ -182,6 +198,8 @@ fn config(
         write_age_ns: [0, 1_000_000, 1_000_000_000][seed as usize % 3],
         unwritten_bytes: [0, 64 << 10, u64::MAX][seed as usize / 3 % 3],
         admission: "all".into(),
+        pins: [0.5, 1.0, 0.05][seed as usize / 7 % 3],
+        quota: quota(seed),
         granularity,
         drop_cells,
         codec,
@@ -407,12 +425,7 @@ impl World {
         let counters = core.counters;
         let failures = counters.failed_writes + counters.disk_full_chunks + counters.corrupt_cells;
         let stats = self.tools.disk.as_ref().map(|disk| disk.stats()).unwrap_or_default();
-        failures
-            + counters.evicted_chunks
-            + counters.evicted_parts
-            + stats.refused
-            + stats.failed_syncs
-            == 0
+        failures + evictions(&counters) + stats.refused + stats.failed_syncs == 0
             && self.config.write != Write::Never
     }
 
