@@ -46,6 +46,12 @@ struct session_opts {
     std::optional<std::uint32_t> priority{};
     /// Expected maximum length in tokens, for policies; not enforced; 0 = unknown.
     std::uint32_t max_tokens = 0;
+    /// Time to live of chunks that the session stores first, in nanoseconds; 0 = no end. Each put
+    /// or get of them by a session with a TTL starts the time again, but never shortens it; a put
+    /// without a TTL removes the end. At its end a chunk is removed from all tiers, once nothing
+    /// references, pins or continues it. Ends are not stored: a chunk that is on disk when the
+    /// store is opened has none.
+    std::chrono::nanoseconds ttl{0};
 
     kvt_session_opts_t to_c() const noexcept {
         kvt_session_opts_t c = KVT_SESSION_OPTS_INIT;
@@ -54,6 +60,7 @@ struct session_opts {
         if (priority) c.flags |= KVT_SESSION_PRIORITY;
         c.priority = priority.value_or(0);
         c.max_tokens = max_tokens;
+        c.ttl_ns = detail::count(ttl);
         return c;
     }
 };
@@ -526,6 +533,16 @@ public:
         const kvt_block_names_t c = names.to_c();
         const kvt_policy_hint_t h = given.to_c();
         const kvt_status_t status = kvt_session_hint_blocks(raw_, &c, &h, f.out());
+        return detail::check(status, f);
+    }
+    /// Pins blocks until a time, which is not 0. Names without a block are skipped.
+    ret<void> pin_blocks(const block_names &names, deadline until,
+                         std::uint8_t priority = 0) const {
+        if (!names.fits()) return detail::fail<void>(kvt::error(KVT_E_INVALID));
+        detail::failure f;
+        const kvt_block_names_t c = names.to_c();
+        const kvt_status_t status =
+            kvt_session_pin_blocks(raw_, &c, priority, until.ns, f.out());
         return detail::check(status, f);
     }
     /// Submits a put with one op per layer. The tag of the i-th layer is the given tag plus i.

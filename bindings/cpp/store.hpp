@@ -496,6 +496,12 @@ public:
         const kvt_status_t status = kvt_store_set_limit(raw_, tier, bytes, f.out());
         return detail::check(status, f);
     }
+    /// Sets the most bytes of a tenant's chunks in a tier; 0 = no quota.
+    ret<void> set_quota(std::uint32_t tenant, kvt_tier_t tier, std::uint64_t bytes) const {
+        detail::failure f;
+        const kvt_status_t status = kvt_store_set_quota(raw_, tenant, tier, bytes, f.out());
+        return detail::check(status, f);
+    }
     /// The last evictions of a tier, at most `max_entries`, the oldest first.
     ret<std::vector<kvt_policy_log_entry_t>> evictions(kvt_tier_t tier,
                                                        std::size_t max_entries = 256) const {
