@@ -6,6 +6,7 @@ import array
 import contextlib
 import ctypes
 import sys
+import time
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple, Union
@@ -14,7 +15,7 @@ from . import _abi, _reaper
 from ._columns import Column, Columns
 from ._device import After, number_of
 from ._errors import Error, make
-from ._lib import check, check_err, lib, u32, u64
+from ._lib import check, check_err, deadline_after, lib, u32, u64
 from ._op import Op
 from ._plan import ClearReport, values
 from ._policy import STOP_UNKNOWN
@@ -189,7 +190,8 @@ class Blocks:
     can be used when all its parts are stored. Any thread may use this object.
 
     Blocks with another `identity`, or with other parts, are different blocks. `tenant` and
-    `priority` (0 is evicted first) classify the blocks within a store. Policies that use the
+    `priority` (0 is evicted first) classify the blocks within a store; for `ttl`, see
+    `Namespace.session`. Policies that use the
     cost of computation count a block as one token.
 
     >>> import kvtier
@@ -204,7 +206,8 @@ class Blocks:
     """
 
     def __init__(self, store: "Store", identity: "Identity", parts: Sequence[int], *,
-                 tenant: int = 0, priority: Optional[int] = None, name: str = "") -> None:
+                 tenant: int = 0, priority: Optional[int] = None, name: str = "",
+                 ttl: Optional[float] = None) -> None:
         from ._store import Group
 
         if not parts:
@@ -220,7 +223,8 @@ class Blocks:
             self._starts.append(self.block_bytes)
             self.block_bytes += size
         self._namespace = store.namespace(identity, chunk_tokens=1, groups=groups, holes=True)
-        self._session: "Session" = self._namespace.session(name, tenant=tenant, priority=priority)
+        self._session: "Session" = self._namespace.session(name, tenant=tenant, priority=priority,
+                                                           ttl=ttl)
         self._runtime = store._runtime
         #: Whether the store reads from a remote, so that a remote lookup is possible.
         self.has_remote = bool(store.remote_stats()["read_circuit"])
@@ -332,6 +336,13 @@ class Blocks:
         raw, prepared, err = self._session._raw, _as_names(names), new_error()
         check_err(lib.kvt_session_hint_blocks(raw, byref(prepared._c), byref(hint), byref(err)),
                   err)
+
+    def pin(self, names: "Sequence[bytes] | Names", *, priority: int = 0, timeout: float) -> None:
+        """Pins blocks for `timeout` seconds, as `Session.pin` does. Missing blocks are skipped."""
+        raw, prepared, err = self._session._raw, _as_names(names), new_error()
+        until = deadline_after(time.monotonic_ns(), timeout)
+        check_err(lib.kvt_session_pin_blocks(raw, byref(prepared._c), u32(priority), until,
+                                             byref(err)), err)
 
     def clear(self, timeout: Optional[float] = None) -> ClearReport:
         """Removes all unreferenced blocks."""

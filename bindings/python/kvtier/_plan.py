@@ -137,6 +137,14 @@ class Tenant(NamedTuple):
     got_bytes: int
     hit_cells: int
     missed_cells: int
+    #: Puts rejected for the quota (`Store.set_quota`).
+    rejected_puts: int
+    #: Bytes of its chunks in host memory and on disk; 0 without a quota.
+    host_bytes: int
+    disk_bytes: int
+    #: The quotas; 0 = none.
+    host_quota_bytes: int
+    disk_quota_bytes: int
 
 
 class Latency(NamedTuple):

@@ -335,16 +335,18 @@ class Session(Resource):
         check_err(lib.kvt_session_truncate(self._raw, u64(tokens), byref(err)), err)
 
     def fork(self, name: str = "", *, tenant: int = 0, priority: Optional[int] = None,
-             max_tokens: int = 0) -> "Session":
-        """Returns another session that continues from here."""
-        opts, _text = _session_opts(name, tenant, priority, max_tokens)
+             max_tokens: int = 0, ttl: Optional[float] = None) -> "Session":
+        """Returns another session that continues from here. For `ttl`, see `Namespace.session`."""
+        opts, _text = _session_opts(name, tenant, priority, max_tokens, ttl)
         handle, err = _abi.kvt_session_p(), new_error()
         check_err(lib.kvt_session_fork(self._raw, byref(opts), byref(handle), byref(err)), err)
         return Session(self._namespace, handle)
 
     def pin(self, first_token: int = 0, tokens: int = 0, *, priority: int = 0,
             timeout: Optional[float] = None) -> None:
-        """Pins chunks for `timeout` seconds, None for ever; 0 tokens: to the end."""
+        """Pins chunks for `timeout` seconds, None for ever; 0 tokens: to the end. Raises
+        `BudgetError` if pins would have more than their share of the last tier (`pins` of the
+        spec)."""
         until = deadline_after(time.monotonic_ns(), timeout)
         err = new_error()
         check_err(lib.kvt_session_pin(self._raw, u64(first_token), u64(tokens), u32(priority),
@@ -562,10 +564,11 @@ def _set_ready(transfer: Any, ready: "Optional[ReadyEvent]") -> None:
         transfer.ready = ready._raw.value
 
 
-def _session_opts(name: str, tenant: int, priority: Optional[int],
-                  max_tokens: int) -> Tuple[Any, bytes]:
+def _session_opts(name: str, tenant: int, priority: Optional[int], max_tokens: int,
+                  ttl: Optional[float]) -> Tuple[Any, bytes]:
     text = name.encode()
-    opts = _abi.kvt_session_opts_t(tenant=u32(tenant), max_tokens=u32(max_tokens))
+    ttl_ns = 0 if ttl is None else max(1, u64(int(ttl * 1e9)))
+    opts = _abi.kvt_session_opts_t(tenant=u32(tenant), max_tokens=u32(max_tokens), ttl_ns=ttl_ns)
     opts.name, opts.name_bytes = text_pointer(text, empty_is_none=True), len(text)
     if priority is not None:
         opts.flags, opts.priority = _abi.KVT_SESSION_PRIORITY, u32(priority)
@@ -608,9 +611,11 @@ class Namespace(Resource):
         return bytes(key)
 
     def session(self, name: str = "", *, tenant: int = 0, priority: Optional[int] = None,
-                max_tokens: int = 0) -> Session:
-        """Opens a session without tokens."""
-        opts, _text = _session_opts(name, tenant, priority, max_tokens)
+                max_tokens: int = 0, ttl: Optional[float] = None) -> Session:
+        """Opens a session without tokens. Chunks that it stores first are removed from all tiers
+        `ttl` seconds after the last put or get of them with a `ttl`; None: they have no end. A put
+        without a `ttl` removes the end."""
+        opts, _text = _session_opts(name, tenant, priority, max_tokens, ttl)
         handle, err = _abi.kvt_session_p(), new_error()
         check_err(lib.kvt_session_open(self._raw, byref(opts), byref(handle), byref(err)), err)
         return Session(self, handle)
@@ -844,6 +849,14 @@ class Store(Closing):
         """Changes the limit of a tier in bytes; the excess is evicted over time."""
         err = new_error()
         check_err(lib.kvt_store_set_limit(self._raw, u32(tier), u64(limit), byref(err)), err)
+
+    def set_quota(self, tenant: int, tier: int, limit: int) -> None:
+        """Sets the most bytes that a tenant's chunks may have in a tier (`TIER_HOST` or
+        `TIER_DISK`); 0 = no quota. A put that would exceed the quota of host memory evicts the
+        tenant's least recently used chunks. If they do not suffice, it raises `BudgetError`."""
+        err = new_error()
+        check_err(lib.kvt_store_set_quota(self._raw, u32(tenant), u32(tier), u64(limit),
+                                          byref(err)), err)
 
     def evictions(self, tier: int, most: int = 256) -> List[LogEntry]:
         """Returns the last evictions of a tier, the oldest first."""
