@@ -43,6 +43,8 @@ class OpenSession(NamedTuple):
     scope: KvScope
     tenant: int
     priority: Optional[int]
+    #: Seconds after the last use after which the KV that it stores is removed.
+    ttl_s: Optional[float] = None
 
 
 class AppendTokens(NamedTuple):
@@ -69,6 +71,9 @@ class EndRequest(NamedTuple):
     stop: int
     next_use_s: Optional[float]
     done: bool
+    #: Seconds for which its KV is pinned, and the class of the pin.
+    keep_s: Optional[float] = None
+    priority: int = 0
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Set, Tuple
@@ -44,6 +45,7 @@ class _Request:
     stale: bool = False
     #: Numbers that identify its blocks to the advisor.
     block_ids: List[int] = field(default_factory=list)
+    hints: hints.RequestHints = hints.NONE
 
 
 class Scheduler:
@@ -69,13 +71,18 @@ class Scheduler:
         self.queries = self.hits = 0
         self._advisor, self._capacity_blocks = kvtier.Advisor(policy, logger=logger), 0
         self._policy = ""
+        self._gaps, self._clock = hints.ToolGaps(), time.monotonic
 
     def _local_worker(self) -> Optional[Worker]:
         return local_worker(self._engine)
 
     def on_new_request(self, request: Any) -> None:
         """Begins to track a request."""
-        self._requests.setdefault(request.request_id, _Request(request))
+        if request.request_id in self._requests:
+            return
+        given = hints.parse(request.kv_transfer_params) if self._hints else hints.NONE
+        self._requests[request.request_id] = _Request(request, hints=given)
+        self._gaps.began(given.session, self._clock())
 
     def matched(self, request: Any, computed: int) -> Tuple[Optional[int], bool]:
         """The number of tokens beyond `computed` that can be loaded, and whether they load
@@ -135,9 +142,9 @@ class Scheduler:
         name = request.request_id
         if not state.opened:
             state.opened = True
-            hint = hints.parse(request.kv_transfer_params) if self._hints else hints.NONE
+            hint = state.hints
             self._next_meta.opened.append(
-                OpenSession(name, scope_of(request), hint.tenant, hint.priority))
+                OpenSession(name, scope_of(request), hint.tenant, hint.priority, hint.ttl_s))
         if end > state.appended:
             tokens = list(request.all_token_ids[state.appended: end])
             self._next_meta.appended.append(AppendTokens(name, state.appended, tokens))
@@ -260,11 +267,20 @@ class Scheduler:
         self._lookup_results.pop(name, None)
         self._load_starts.pop(name, None)
         state = self._requests.pop(name, None)
-        if state is None or not (state.opened or state.looked_up):
+        if state is None:
             return
-        hint = hints.parse(request.kv_transfer_params) if self._hints else hints.NONE
+        hint = state.hints
+        next_use_s = self._gaps.expected(hint.tool) if hint.next_use_s is None else hint.next_use_s
+        self._gaps.ended(hint.session, hint.tool, self._clock())
+        if hint.keep_s is not None and state.saved and not state.stale:
+            # A request that the engine's own cache served has no session yet.
+            self._extend_session(state, state.saved)
+        if not (state.opened or state.looked_up):
+            return
         stop = hint.stop or (_stop_reason(request) if self._hints else kvtier.STOP_UNKNOWN)
-        self._next_meta.ended.append(EndRequest(name, stop, hint.next_use_s, hint.done))
+        self._next_meta.ended.append(EndRequest(
+            name, stop, next_use_s, hint.done, hint.keep_s,
+            1 if hint.priority is None else hint.priority))
 
     def reset(self) -> None:
         """Begins a new epoch: KV that was stored before is not found again."""

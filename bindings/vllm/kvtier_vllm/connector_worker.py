@@ -18,6 +18,7 @@ from . import caches, hints, identity
 from .connector_events import DescribeBlocks, RankChange
 from .connector_meta import (
     BlockTransfer,
+    EndRequest,
     KvScope,
     KvtierMetadata,
     KvtierWorkerMetadata,
@@ -255,7 +256,7 @@ class Worker:
             try:
                 with self._namespace_lock:
                     self._sessions[opened.request] = self._namespace(opened.scope).session(
-                        tenant=opened.tenant, priority=opened.priority)
+                        tenant=opened.tenant, priority=opened.priority, ttl=opened.ttl_s)
             except Error as error:
                 self._disable_store(opened.request, error)
                 continue
@@ -436,6 +437,7 @@ class Worker:
             self._count("saved_tokens", sum(transfer.length for transfer in meta.saves))
         self._finish_saves()
         for ended in meta.ended:
+            self._pin(ended)
             self._end(ended.request, ended.stop, ended.next_use_s, ended.done)
         if self._shared is not None:
             self._shared.log_evictions()
@@ -450,6 +452,19 @@ class Worker:
                 self._count("failed_saves", 1)
                 logger.warning("a save failed; its KV is not stored: %s", str(error))
             op.close()
+
+    def _pin(self, ended: EndRequest) -> None:
+        """Pins the KV of a request that is to be kept. Pins have a share of the store only."""
+        session = self._sessions.get(ended.request)
+        if session is None or ended.keep_s is None:
+            return
+        try:
+            session.pin(priority=ended.priority, timeout=ended.keep_s)
+            self._count("pinned_requests", 1)
+        except Error as error:
+            self._count("rejected_pins", 1)
+            logger.warning("the KV of request %s is not kept for %.0f s: %s", ended.request,
+                           ended.keep_s, str(error))
 
     def _end(self, request: str, stop: int = kvtier.STOP_UNKNOWN,
              next_use_s: Optional[float] = None, done: bool = False) -> None:

@@ -44,6 +44,8 @@ COUNTERS = ("host_hit_cells", "disk_hit_cells", "missed_cells", "corrupt_cells",
             "dropped_chunks", "written_bytes", "loaded_bytes", "failed_writes", "failed_reads")
 _TIER_OPTIONS = ("locality", "enable_kv_events", "name", "hints")
 _MAX_OWNERS = 64
+#: Tenant, priority and lifetime.
+_Owner = Tuple[int, Optional[int], Optional[float]]
 _WARN_AFTER_S = 5.0
 
 
@@ -97,7 +99,7 @@ class KvtierTier(SecondaryTierManager):
         try:
             self._queue = self._shared.runtime.queue()
             self._pool: Optional[kvtier.Pool] = kvtier.Pool(primary_kv_view, row)
-            self._blocks_by_owner: Dict[Tuple[int, Optional[int]], kvtier.Blocks] = {}
+            self._blocks_by_owner: Dict[_Owner, kvtier.Blocks] = {}
             self._blocks = self._blocks_of(hints.NONE)
             self._events = OffloadEvents(self.store, self.medium, self.locality, tier_type
                                          ) if has_events else None
@@ -142,14 +144,23 @@ class KvtierTier(SecondaryTierManager):
     def _blocks_of(self, request_hints: hints.RequestHints) -> kvtier.Blocks:
         """Access to the blocks for one owner. All owners share the blocks; the owner that stores
         a block first is charged for it."""
-        owner = (request_hints.tenant, request_hints.priority)
+        owner = (request_hints.tenant, request_hints.priority, request_hints.ttl_s)
         if owner not in self._blocks_by_owner:
             if len(self._blocks_by_owner) >= _MAX_OWNERS:
-                return self._blocks
+                self._evict_owner()
             self._blocks_by_owner[owner] = kvtier.Blocks(
                 self._open().store, self._identity, self._part_bytes, tenant=request_hints.tenant,
-                priority=request_hints.priority)
+                priority=request_hints.priority, ttl=request_hints.ttl_s)
         return self._blocks_by_owner[owner]
+
+    def _evict_owner(self) -> None:
+        """Closes the access of an owner, the first of those that opened it. Its transfers continue
+        and its blocks stay."""
+        for owner, blocks in self._blocks_by_owner.items():
+            if blocks is not self._blocks:
+                del self._blocks_by_owner[owner]
+                blocks.close()
+                return
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         self._failed.setdefault(req_context.req_id, set())
@@ -175,8 +186,12 @@ class KvtierTier(SecondaryTierManager):
         if self._shared is None:
             return
         try:
-            self._blocks_of(given).hint(keys, stop=given.stop, done=given.done,
-                                        next_use_ns=hints.clock_ns(given.next_use_s))
+            blocks = self._blocks_of(given)
+            blocks.hint(keys, stop=given.stop, done=given.done,
+                        next_use_ns=hints.clock_ns(given.next_use_s))
+            if given.keep_s is not None:
+                blocks.pin(keys, priority=1 if given.priority is None else given.priority,
+                           timeout=given.keep_s)
         except Error as error:
             logger.warning("the store rejected a hint about %d chunks: %s", len(keys), str(error))
 

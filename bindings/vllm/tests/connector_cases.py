@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -500,3 +501,117 @@ def test_interleaved_and_split_blocks_are_supported(make: Any, roles: Any) -> No
     parts = torch.zeros((128, 2, 8, 8))  # a block consists of two kernel blocks
     worker.register_kv_caches({name: parts.clone() for name in names})
     worker.shutdown()
+
+
+def _stat(engine: mini.Engine, name: str) -> int:
+    return int(engine.workers[0].worker.store.stats()[name])
+
+
+@pytest.mark.parametrize("params", [
+    {"kv_cache_ttl_seconds": 3600}, {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    {"prompt_cache_retention": "24h"}, {"kvtier": {"keep_s": 60}}])
+def test_kept_requests_survive_pressure(make: Any, roles: Any, params: Dict[str, Any]) -> None:
+    engine = mini.Engine(make, roles, extra={"host_bytes": "512KiB", "policy": "lru"})
+    engine.run(mini.Request("kept", range(65), params=params))
+    assert _stat(engine, "pins") == 4
+    engine.run(mini.Request("other", range(1000, 1065)))
+    for turn in range(12):  # more than the store has room for
+        engine.run(mini.Request(f"r{turn}", range(2000 * turn, 2000 * turn + 320)))
+    assert _stat(engine, "dropped_chunks") > 0
+    assert engine.run(mini.Request("other again", range(1000, 1065))) == 0
+    assert engine.run(mini.Request("kept again", range(65))) == 64
+    engine.close()
+
+
+def test_a_request_that_the_engines_cache_served_is_kept(engine: mini.Engine) -> None:
+    engine.run(mini.Request("first", range(63)))
+    assert _stat(engine, "pins") == 0
+    engine.run(mini.Request("again", range(63), params={"kv_cache_ttl_seconds": 60}), computed=48)
+    assert _stat(engine, "pins") == 3
+
+
+def test_pins_have_a_share_and_rejections_are_counted(make: Any, roles: Any,
+                                                      caplog: pytest.LogCaptureFixture) -> None:
+    engine = mini.Engine(make, roles, extra={"spec": "store(host=512KiB, pins=0.03)"})
+    for turn in range(4):
+        engine.run(mini.Request(f"r{turn}", range(1000 * turn, 1000 * turn + 65),
+                                params={"kv_cache_ttl_seconds": 3600}))
+    counts = engine.workers[0].worker.counts
+    assert counts["pinned_requests"] + counts["rejected_pins"] == 4 and counts["rejected_pins"] > 0
+    assert "is not kept for 3600 s" in caplog.text and "pins=" in caplog.text
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1e12, "600", True, [], math.nan])
+def test_a_wrong_lifetime_is_ignored_with_a_warning(engine: mini.Engine, wrong: Any,
+                                                    caplog: pytest.LogCaptureFixture) -> None:
+    engine.run(mini.Request("a", range(65), params={"kv_cache_ttl_seconds": wrong}))
+    assert "kv_cache_ttl_seconds hints of a request are ignored" in caplog.text
+    assert _stat(engine, "pins") == 0
+    assert engine.run(mini.Request("b", range(65))) == 64
+
+
+def test_kv_is_removed_at_its_end(make: Any, roles: Any) -> None:
+    engine = mini.Engine(make, roles, extra={"host_bytes": "64MiB"})
+    worker = engine.workers[0].worker
+    sessions: List[Any] = []
+    session = kvtier.Namespace.session
+
+    def recorded(self: Any, *args: Any, **given: Any) -> Any:
+        sessions.append(given["ttl"])
+        # The clock of the store cannot be set: this lifetime is over at once.
+        return session(self, *args, **{**given, "ttl": given["ttl"] and 1e-9})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvtier.Namespace, "session", recorded)
+        engine.run(mini.Request("short", range(65), params={"kvtier": {"ttl_s": 60}}))
+        engine.run(mini.Request("long", range(1000, 1065)))
+    assert sessions == [60.0, None]
+    end = time.monotonic() + 600
+    while worker.store.stats()["expired_chunks"] < 4 and time.monotonic() < end:
+        engine.step()  # chunks that a session references at their end are removed later
+        engine.run(mini.Request("long again", range(1000, 1065)))
+    assert engine.run(mini.Request("short again", range(65))) == 0
+    assert engine.run(mini.Request("long again", range(1000, 1065))) == 64
+    engine.close()
+
+
+def test_a_tenants_quota_is_its_own(make: Any, roles: Any,
+                                    caplog: pytest.LogCaptureFixture) -> None:
+    engine = mini.Engine(make, roles, extra={"host_bytes": "64MiB", "policy": "lru"})
+    store = engine.workers[0].worker.store
+    engine.run(mini.Request("b", range(65), params={"kvtier": {"tenant": 2}}))
+    store.set_quota(2, kvtier.TIER_HOST, 1 << 30)
+    chunk = next(row.host_bytes for row in store.tenants() if row.tenant == 2) // 4
+    store.set_quota(1, kvtier.TIER_HOST, 6 * chunk)
+
+    def run(name: str, start: int, length: int = 65) -> int:
+        return engine.run(mini.Request(name, range(start, start + length),
+                                       params={"kvtier": {"tenant": 1}}))
+
+    run("a1", 1000)
+    run("a2", 2000)
+    assert run("a1 again", 1000, 33) == 32, "the end of the older request was evicted"
+    assert run("a3", 3000, 129) == 0 and run("a3 again", 3000, 129) == 0
+    assert engine.workers[0].worker.counts["failed_saves"] == 2, "8 chunks are more than 6"
+    assert "tenant 1" in caplog.text and "quota" in caplog.text
+    assert engine.run(mini.Request("b again", range(65))) == 64
+    row = next(row for row in store.tenants() if row.tenant == 1)
+    assert row.rejected_puts == 2 and row.host_bytes <= row.host_quota_bytes == 6 * chunk
+    engine.close()
+
+
+def test_the_next_use_after_a_tool_is_learned(engine: mini.Engine,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = engine.scheduler.scheduler
+    now = [0.0]
+    scheduler._clock = lambda: now[0]
+    ended: List[Any] = []
+    end = scheduler.finished
+    monkeypatch.setattr(scheduler, "finished", lambda request: (
+        end(request), ended.append(scheduler._next_meta.ended[-1].next_use_s)))
+    params = {"prompt_cache_key": "chat", "kvtier": {"tool": "search"}}
+    for turn in range(5):
+        engine.run(mini.Request(f"r{turn}", range(65), params=params))
+        now[0] += 7
+    assert ended == [None, None, None, 7.0, 7.0]

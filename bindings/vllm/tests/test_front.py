@@ -114,7 +114,8 @@ def test_a_session_header_names_the_conversation() -> None:
 
 
 @pytest.mark.parametrize("body", [
-    b"", b"{", b"[1]", b"7", b"null", b"\xff\xfe\xff", b'{"prompt_cache_key": ', b"{}", b'{"a":1e400}',
+    b"", b"{", b"[1]", b"7", b"null", b"\xff\xfe\xff", b'{"prompt_cache_key": ', b"{}",
+    b'{"a":1e400}',
     b'{"kv_transfer_params": 3, "prompt_cache_key": "x"}', b"[" * 100_000,
     b'{"prompt_cache_key": ' + b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"])
 def test_other_bodies_are_passed_on_untouched(body: bytes) -> None:

@@ -348,6 +348,28 @@ def test_a_hint_changes_the_victims(make_config: Any, late: bool) -> None:
     assert disabled == count_after_eviction(make_config, late, {}, {})
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_kept_chunks_are_no_victims(make_config: Any, late: bool) -> None:
+    first, second = count_after_eviction(make_config, late, {"keep_s": 3600}, {})
+    assert first == 40 and second < 40
+
+
+def test_more_owners_than_are_open_store_all_the_same(make_config: Any) -> None:
+    from kvtier_vllm import tier
+
+    one = Harness(make_config, row=4096, host_bytes="8MiB")
+    owners = tier._MAX_OWNERS + 10
+    for n in range(owners):
+        one.context = type(one.context)(f"r{n}", {"kvtier": {"tenant": n, "ttl_s": 3600}})
+        one.tier.on_new_request(one.context)
+        one.result(one.submit([n], [0], False))
+        one.tier.on_request_finished(one.context)
+    assert len(one.tier._blocks_by_owner) == tier._MAX_OWNERS
+    assert all(one.name(n) == "HIT" for n in range(owners))
+    assert {row.tenant for row in one.tier.store.tenants()} >= set(range(1, owners))
+    one.close()
+
+
 def test_loaded_chunks_get_the_hint_too(make_config: Any) -> None:
     one = Harness(make_config, row=4096, host_bytes="512KiB", policy="predictive")
     one.result(one.submit(list(range(30)), list(range(30)), False))

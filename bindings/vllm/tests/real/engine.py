@@ -35,8 +35,9 @@ class Engine:
         return SamplingParams(max_tokens=tokens, ignore_eos=True, n=n, **drawn)
 
     def generate(self, prompts: List[List[int]], tokens: int = 8, n: int = 1, lora: str = "",
-                 abort: int = -1, hints: Any = None) -> Any:
-        """Adds all requests at once. `abort`: the request that is aborted after two steps."""
+                 abort: int = -1, hints: Any = None, transfer: Any = None) -> Any:
+        """Adds all requests at once. `abort`: the request that is aborted after two steps.
+        `transfer`: the `kv_transfer_params`; `hints`: those below "kvtier"."""
         from vllm.lora.request import LoRARequest
 
         start = time.monotonic()
@@ -45,8 +46,8 @@ class Engine:
             self.count += 1
             names.append(f"r{self.count}")
             params = self.params(tokens, n)
-            if hints is not None:
-                params.extra_args = {"kv_transfer_params": {"kvtier": hints}}
+            if hints is not None or transfer is not None:
+                params.extra_args = {"kv_transfer_params": transfer or {"kvtier": hints}}
             adapter = LoRARequest("adapter", 1, lora) if lora else None
             self.engine.add_request(names[-1], {"prompt_token_ids": prompt}, params,
                                     lora_request=adapter)
@@ -87,6 +88,16 @@ class Engine:
     def block(self) -> Any:
         """Tokens of a block."""
         return self.engine.vllm_config.cache_config.block_size
+
+    def quota(self, tenant: int, tier: int, limit: int) -> Any:
+        self.shared().store.set_quota(tenant, tier, limit)
+        return True
+
+    def tenants(self) -> Any:
+        return {row.tenant: row._asdict() for row in self.shared().store.tenants()}
+
+    def connector_counts(self) -> Any:
+        return dict(self.connector().worker.counts)
 
     def saved(self) -> Any:
         """Waits until the disk has everything."""
