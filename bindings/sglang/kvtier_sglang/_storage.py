@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from . import _versions
+from . import _hints, _versions
 from ._config import (
     LEVELS,
     Settings,
@@ -33,7 +33,6 @@ from ._config import (
 )
 from ._eviction_log import EvictionLog
 from ._events import KvEvents
-from ._hints import Hints, parse
 from ._pages import Pages, first_slots, pages_of
 from ._prefixes import loadable_prefixes
 
@@ -271,24 +270,25 @@ class KvtierStorage(HiCacheStorage):
     def _send_hints(self, moved: Sequence[Tuple[_Pool, Sequence[str]]],
                     extra_info: Optional[HiCacheStorageExtraInfo]) -> None:
         """Passes a call's hints on to the policies, for the pages that the call has moved."""
-        hints = parse(extra_info) if self.settings.hints else None
+        hints = _hints.parse(extra_info) if self.settings.hints else None
         if hints is None:
             return
         for pool, keys in moved:
             try:
                 if keys:
-                    hints.send([pool.blocks], _names(keys))
+                    _hints.send(hints, [pool.blocks], _names(keys))
             except kvtier.Error as error:  # the transfer itself has succeeded
                 logger.warning("the store rejected a hint about %d pages: %s", len(keys), error)
 
     def hint(self, keys: Sequence[str], *, stop: str = "", next_use_s: Optional[float] = None,
-             done: bool = False) -> None:
+             done: bool = False, keep_s: Optional[float] = None) -> None:
         """Gives the policies hints about pages, in all pools: why the request that used them
-        stopped, the seconds until their next use, or that they are not used again."""
+        stopped, the seconds until their next use, that they are not used again, or the seconds
+        for which they are pinned."""
         self._require_open()
-        hints = Hints.of(stop, next_use_s, done)
+        hints = _hints.of(stop=stop, next_use_s=next_use_s, done=done, keep_s=keep_s)
         if keys and self.settings.hints:
-            hints.send([pool.blocks for pool in self._pools.values()], _names(keys))
+            _hints.send(hints, [pool.blocks for pool in self._pools.values()], _names(keys))
 
     # Lookups.
 

@@ -32,10 +32,10 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (  # noqa: E
 from sglang.srt.runtime_context import get_model, get_parallel  # noqa: E402
 from sglang.srt.utils import get_device_module  # noqa: E402
 
+from . import _hints  # noqa: E402
 from ._config import LEVELS, Settings, open_store, shard  # noqa: E402
 from ._eviction_log import EvictionLog  # noqa: E402
 from ._events import KvEvents  # noqa: E402
-from ._hints import Hints  # noqa: E402
 from ._layers import LayerPages  # noqa: E402
 from ._prefixes import loadable_prefixes  # noqa: E402
 
@@ -267,14 +267,15 @@ class KvtierLinker(UnifiedCacheLinker):
         return self._results.get_nowait()
 
     def hint(self, keys: Sequence[str], *, stop: str = "", next_use_s: Optional[float] = None,
-             done: bool = False) -> None:
+             done: bool = False, keep_s: Optional[float] = None) -> None:
         """Gives the policies hints about pages, in all pools: why the request that used them
-        stopped, the seconds until their next use, or that they are not used again."""
+        stopped, the seconds until their next use, that they are not used again, or the seconds
+        for which they are pinned."""
         self._require_open()
-        hints = Hints.of(stop, next_use_s, done)
+        hints = _hints.of(stop=stop, next_use_s=next_use_s, done=done, keep_s=keep_s)
         if keys and self.settings.hints:
-            hints.send([pool.blocks for pool in self._pools.values()],
-                       [key.encode() for key in keys])
+            _hints.send(hints, [pool.blocks for pool in self._pools.values()],
+                        [key.encode() for key in keys])
 
     def set_policy(self, spec: str, tier: int = kvtier.TIER_HOST) -> None:
         """Switches a tier to another policy. Stored pages stay."""

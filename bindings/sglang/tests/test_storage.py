@@ -219,6 +219,17 @@ def test_a_hint_changes_the_victims(store_with_hint: Any) -> None:
     assert disabled == count_after_eviction({"hints": False}, swapped)
 
 
+def test_kept_pages_are_pinned() -> None:
+    pool = MiniPool()
+    backend = opened(pool)
+    hint_in_set_v1(backend, 0, names(2), pool.slots([0, 1]), {"keep_s": 3600})
+    assert backend.stats()["pins"] == 2
+    backend.hint(names(2), keep_s=7200)
+    with pytest.raises(kvtier.InvalidError, match="keep_s"):
+        backend.hint(names(2), keep_s=0)
+    backend.close()
+
+
 def test_malformed_hints_do_not_fail_a_transfer(caplog: pytest.LogCaptureFixture) -> None:
     pool = MiniPool()
     backend = opened(pool)
