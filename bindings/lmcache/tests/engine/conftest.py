@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 
 try:
     VERSION = importlib.metadata.version("lmcache")
+    import lmcache.v1.cache_engine
     import lmcache.v1.storage_backend.storage_manager  # noqa: F401
 
     SKIP_REASON = "" if VERSION == "0.5.6" else f"LMCache 0.5.6 is needed, found {VERSION}"
