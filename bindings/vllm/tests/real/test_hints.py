@@ -92,7 +92,7 @@ def test_wrong_hints_change_nothing_but_the_log(log: Path, alone: Any) -> None:
 
 
 class Server:
-    """`vllm serve` with the middleware."""
+    """The server of `vllm serve` with the middleware. The command itself needs a package named vllm."""
 
     def __init__(self, log: Path, control: Path, **environment: str) -> None:
         with socket.socket() as one:
@@ -103,7 +103,7 @@ class Server:
         env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
                "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", **environment}
         self.process = subprocess.Popen(
-            [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", MODEL, "--port", str(self.port),
+            [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--port", str(self.port),
              "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "2048",
              "--served-model-name", "m", "--enable-prompt-tokens-details",
              "--middleware", "kvtier_vllm.front.HintsMiddleware",
