@@ -758,10 +758,23 @@ mod tests {
             assert_eq!(rows.len(), MAX_TENANTS);
             assert!(rows.is_sorted_by(|a, b| a.id < b.id));
             let (n, put_bytes) = (round + 1, u64::from(rows[7].id) * (round + 1));
-            let expected = Tenant { id: 10, put_bytes, got_bytes: 10 * n, hits: n, misses: n };
+            let expected = Tenant {
+                id: 10,
+                put_bytes,
+                got_bytes: 10 * n,
+                hits: n,
+                misses: n,
+                rejected_puts: 0,
+            };
             assert_eq!(rows[7], expected, "the first three ids were counted last");
-            let rest =
-                Tenant { id: 0, put_bytes: 3 * n, got_bytes: 30 * n, hits: 3 * n, misses: 3 * n };
+            let rest = Tenant {
+                id: 0,
+                put_bytes: 3 * n,
+                got_bytes: 30 * n,
+                hits: 3 * n,
+                misses: 3 * n,
+                rejected_puts: 0,
+            };
             assert_eq!(tenants.others(), rest);
         }
     }
