@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Set
+from typing import Any, Dict, List, Optional, Set, Tuple, Union
 
 HERE = Path(__file__).resolve().parent
 PYTHON, MODEL = os.environ.get("KVTIER_VLLM_PYTHON", ""), os.environ.get("KVTIER_VLLM_MODEL", "")
 ANSWER_SECONDS = 600.0
 
 
-#: Engines that run.
-running: "Set[Engine]" = set()
+#: Engines and servers that run.
+running: "Set[Union[Engine, Server]]" = set()
 
 
 class Engine:
@@ -95,3 +100,60 @@ class Alone:
             self.known[key] = [engine.in_turn(prompts, **more) for _ in range(2)]
             engine.close()
         return self.known[key]
+
+
+class Server:
+    """The server of `vllm serve`. The command itself needs a package named vllm."""
+
+    def __init__(self, log: Path, config: Dict[str, Any], *more: str, **environment: str) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            self.port = one.getsockname()[1]
+        self.log = log.open("ab")
+        env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+               "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", **environment}
+        # The server starts processes of its own.
+        self.process = subprocess.Popen(
+            [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL,
+             "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port),
+             "--enforce-eager", "--dtype", "bfloat16", "--enable-prompt-tokens-details",
+             "--kv-transfer-config", json.dumps(config), *more],
+            stdout=self.log, stderr=self.log, env=env, start_new_session=True)
+        running.add(self)
+        end = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < end:
+            assert self.process.poll() is None, log.read_text()[-4000:]
+            try:
+                self.send("GET", "/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.2)
+        raise AssertionError("the server does not start")
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> Tuple[int, bytes]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode() if body else None
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, method=method,
+            headers={"content-type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def ask(self, path: str, body: Dict[str, Any], **headers: str) -> Any:
+        status, answer = self.send("POST", path, {"model": "m", **body}, **headers)
+        assert status == 200, answer
+        return json.loads(answer)
+
+    def end(self, how: int) -> None:
+        os.killpg(self.process.pid, how)
+        self.process.wait(ANSWER_SECONDS)
+        self.log.close()
+        running.discard(self)
+
+    def kill(self) -> None:
+        self.end(signal.SIGKILL)
+
+    def close(self) -> None:
+        self.end(signal.SIGTERM)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List
 
 import kvtier
 import pytest
+from harness import Server
 from test_stories import (  # noqa: F401: fixtures
     ANSWER_SECONDS,
     MODEL,
@@ -91,49 +87,14 @@ def test_wrong_hints_change_nothing_but_the_log(log: Path, alone: Any) -> None:
     assert "did you mean 'ttl_s'?" in text
 
 
-class Server:
-    """The server of `vllm serve` with the middleware. The command itself needs a package named vllm."""
+class WithHints(Server):
+    """The server with the middleware."""
 
     def __init__(self, log: Path, control: Path, **environment: str) -> None:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            self.port = one.getsockname()[1]
-        self.log, self.control = log.open("ab"), control
+        self.control = control
         config = connector(spec=f'store(host=256MiB, control="{control}")', host_bytes=None)
-        env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-               "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", **environment}
-        self.process = subprocess.Popen(
-            [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--port", str(self.port),
-             "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "2048",
-             "--served-model-name", "m", "--enable-prompt-tokens-details",
-             "--middleware", "kvtier_vllm.front.HintsMiddleware",
-             "--kv-transfer-config", json.dumps(config)],
-            stdout=self.log, stderr=self.log, env=env)
-        end = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < end:
-            assert self.process.poll() is None, log.read_text()[-4000:]
-            try:
-                self.send("GET", "/health")
-                return
-            except (urllib.error.URLError, ConnectionError):
-                time.sleep(0.2)
-        raise AssertionError("vllm serve does not start")
-
-    def send(self, method: str, path: str, body: Any = None, **headers: str) -> Tuple[int, bytes]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode() if body else None
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, method=method,
-            headers={"content-type": "application/json", **headers})
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read()
-
-    def ask(self, path: str, body: Dict[str, Any], **headers: str) -> Any:
-        status, answer = self.send("POST", path, {"model": "m", **body}, **headers)
-        assert status == 200, answer
-        return json.loads(answer)
+        super().__init__(log, config, "--max-model-len", "2048", "--middleware",
+                         "kvtier_vllm.front.HintsMiddleware", **environment)
 
     def metrics(self) -> Dict[str, float]:
         """The metrics of the store, which is in the process of the engine."""
@@ -148,20 +109,15 @@ class Server:
         lines = [line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#"]
         return {name: float(value) for name, value in lines}
 
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(ANSWER_SECONDS)
-        self.log.close()
-
 
 @pytest.fixture
-def server(log: Path, tmp_path: Path) -> Iterator[Server]:
-    one = Server(log, tmp_path / "s", KVTIER_FRONT_TENANT="key")
+def server(log: Path, tmp_path: Path) -> Iterator[WithHints]:
+    one = WithHints(log, tmp_path / "s", KVTIER_FRONT_TENANT="key")
     yield one
     one.close()
 
 
-def test_hints_of_all_apis_reach_the_store_through_http(server: Server) -> None:
+def test_hints_of_all_apis_reach_the_store_through_http(server: WithHints) -> None:
     page = "A sentence that is repeated often, so that the prompt fills some blocks. " * 40
     pins, known = 0.0, {}  # type: float, Dict[str, Any]
 

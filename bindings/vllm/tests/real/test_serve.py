@@ -9,16 +9,13 @@ import http.client
 import json
 import os
 import random
-import signal
-import socket
-import subprocess
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, List
 
 import pytest
-from harness import ANSWER_SECONDS, MODEL, PYTHON, Alone, connector, spec
+from harness import ANSWER_SECONDS, MODEL, PYTHON, Alone, Server, connector, spec
 from test_stories import TEXTS
 
 pytestmark = pytest.mark.skipif(not PYTHON or not MODEL,
@@ -27,59 +24,18 @@ SECONDS = float(os.environ.get("KVTIER_VLLM_SECONDS", "20"))
 CLIENTS = 8
 
 
-class Server:
-    """`vllm serve` on a free port."""
+def complete(server: Server, prompt: List[int], tokens: int = 8) -> Any:
+    return server.ask("/v1/completions", {"prompt": prompt, "max_tokens": tokens, "temperature": 0,
+                                          "ignore_eos": True, "return_token_ids": True})
 
-    def __init__(self, log: Path, config: Dict[str, Any], *more: str) -> None:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            self.port = one.getsockname()[1]
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-                       "VLLM_NO_USAGE_STATS": "1"}
-        command = [PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", MODEL, "--served-model-name", "m",
-                   "--port", str(self.port), "--host", "127.0.0.1", "--enforce-eager",
-                   "--dtype", "bfloat16", "--max-model-len", "4096",
-                   "--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(config), *more]
-        self.log = log.open("ab")
-        self.process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log,
-                                        start_new_session=True)
-        end = time.monotonic() + ANSWER_SECONDS
-        while not self.answers():
-            assert self.process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() < end
-            time.sleep(0.2)
 
-    def answers(self) -> bool:
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-
-    def ask(self, path: str, body: Dict[str, Any]) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        return connection.getresponse()
-
-    def complete(self, prompt: List[int], tokens: int = 8) -> Any:
-        answer = self.ask("/v1/completions", {
-            "model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True})
-        text = answer.read()
-        assert answer.status == 200, text
-        return json.loads(text)
-
-    def hang_up(self, prompt: List[int]) -> None:
-        answer = self.ask("/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 200,
-                                              "temperature": 0, "stream": True, "ignore_eos": True})
-        answer.read(64)
-        answer.close()
-
-    def end(self, how: int) -> None:
-        os.killpg(self.process.pid, how)
-        self.process.wait(ANSWER_SECONDS)
-        self.log.close()
+def hang_up(server: Server, prompt: List[int]) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_SECONDS)
+    body = {"model": "m", "prompt": prompt, "max_tokens": 200, "temperature": 0, "stream": True,
+            "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    connection.getresponse().read(64)
+    connection.close()
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +53,9 @@ def crowd(server: Server, seconds: float) -> int:
             while time.monotonic() < end:
                 text, size = TEXTS[drawn.randrange(8)], drawn.randrange(100, 1900)
                 if drawn.random() < 0.2:
-                    server.hang_up(text[:size])
+                    hang_up(server, text[:size])
                 else:
-                    assert len(server.complete(text[:size])["choices"][0]["token_ids"]) == 8
+                    assert len(complete(server, text[:size])["choices"][0]["token_ids"]) == 8
                 done[number] += 1
         except BaseException as error:  # the test reports it
             errors.append(error)
@@ -115,17 +71,19 @@ def crowd(server: Server, seconds: float) -> int:
 
 @pytest.mark.parametrize("door", ["connector", "spec"])
 def test_clients_that_hang_up_leave_right_texts(door: str, tmp_path: Path, alone: Alone) -> None:
-    config = (connector if door == "connector" else spec)(tmp_path / "disk")
+    # Requests end when their KV is on disk: the server is killed.
+    config = (connector if door == "connector" else spec)(tmp_path / "disk", level="disk")
     # The engine's own cache has room for two of the conversations.
-    server = Server(tmp_path / "log", config, "--num-gpu-blocks-override", "40")
+    server = Server(tmp_path / "log", config, "--max-model-len", "4096",
+                    "--num-gpu-blocks-override", "40")
     assert crowd(server, SECONDS) >= CLIENTS
     asked = [TEXTS[9][:1750], TEXTS[10][:700]]
     cold, warm = alone.texts(asked, {})
-    assert [[server.complete(one)["choices"][0]["token_ids"]] for one in asked] == cold
-    server.end(signal.SIGKILL)
-    server = Server(tmp_path / "log", config)
+    assert [[complete(server, one)["choices"][0]["token_ids"]] for one in asked] == cold
+    server.kill()
+    server = Server(tmp_path / "log", config, "--max-model-len", "4096")
     for prompt, text in zip(asked, warm):
-        answer = server.complete(prompt)
+        answer = complete(server, prompt)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert [answer["choices"][0]["token_ids"]] == text and cached > len(prompt) * 0.8
-    server.end(signal.SIGINT)
+    server.close()
