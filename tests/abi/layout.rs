@@ -178,10 +178,13 @@ fn rust_table() -> BTreeMap<String, String> {
             remove, user_data, destroy,
         }
         kvt_store_stats_t {
-            struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells, disk_hit_cells, device_hit_cells, missed_cells, corrupt_cells, damaged_copies, no_room_cells, written_cells, written_bytes, loaded_bytes, coded_cells, coded_raw_bytes, coded_bytes, lossy_numbers, lossy_error_max, lossy_error_mean, lossy_error_relative, demoted_chunks, dropped_chunks, evicted_chunks, evicted_parts, disk_full_chunks, failed_writes, failed_reads, admitted_chunks, admitted_bytes, rejected_never, rejected_hits, rejected_priority, rejected_size, rejected_wear, namespaces, layouts, sessions, tenants, chunks, pins, transfers, transfer_cells, memory_waiters, memory_waiter_bytes, demoting_bytes, writeback_chunks, unwritten_bytes, unwritten_age_ns, sync_waiters, events, host_limit_bytes, host_used_bytes, host_cost_bytes, host_cells, host_slabs, disk_limit_bytes, disk_used_bytes, disk_peak_bytes, disk_live_bytes, disk_dead_bytes, disk_cells, disk_segments, disk_scratch_bytes, disk_appended_bytes, disk_compacted_bytes, disk_overhead_bytes, disk_read_bytes, disk_syncs, disk_failed_syncs, disk_compactions, disk_checkpoints, disk_rejected_appends, recovered_chunks, recovered_cells, recovered_unusable_cells, disk_engine, disk_direct, device_limit_bytes, device_used_bytes, device_live_bytes, device_cells, device_slabs, device_is_lost, device_promoted_cells, device_evicted_chunks, device_lost_cells,
+            struct_size, puts, gets, prefetches, stored_cells, known_cells, host_hit_cells, disk_hit_cells, device_hit_cells, missed_cells, corrupt_cells, damaged_copies, no_room_cells, written_cells, written_bytes, loaded_bytes, coded_cells, coded_raw_bytes, coded_bytes, lossy_numbers, lossy_error_max, lossy_error_mean, lossy_error_relative, demoted_chunks, dropped_chunks, evicted_chunks, evicted_parts, disk_full_chunks, failed_writes, failed_reads, admitted_chunks, admitted_bytes, rejected_never, rejected_hits, rejected_priority, rejected_size, rejected_wear, namespaces, layouts, sessions, tenants, chunks, pins, pinned_bytes, rejected_pins, expired_chunks, quota_evicted_chunks, quota_rejected_puts, transfers, transfer_cells, memory_waiters, memory_waiter_bytes, demoting_bytes, writeback_chunks, unwritten_bytes, unwritten_age_ns, sync_waiters, events, host_limit_bytes, host_used_bytes, host_cost_bytes, host_cells, host_slabs, disk_limit_bytes, disk_used_bytes, disk_peak_bytes, disk_live_bytes, disk_dead_bytes, disk_cells, disk_segments, disk_scratch_bytes, disk_appended_bytes, disk_compacted_bytes, disk_overhead_bytes, disk_read_bytes, disk_syncs, disk_failed_syncs, disk_compactions, disk_checkpoints, disk_rejected_appends, recovered_chunks, recovered_cells, recovered_unusable_cells, disk_engine, disk_direct, device_limit_bytes, device_used_bytes, device_live_bytes, device_cells, device_slabs, device_is_lost, device_promoted_cells, device_evicted_chunks, device_lost_cells,
         }
         kvt_latency_t { kind, reserved, count, mean_ns, p50_ns, p99_ns, max_ns }
-        kvt_tenant_t { tenant, is_rest, put_bytes, got_bytes, hit_cells, missed_cells }
+        kvt_tenant_t {
+            tenant, is_rest, put_bytes, got_bytes, hit_cells, missed_cells, rejected_puts, host_bytes,
+            disk_bytes, host_quota_bytes, disk_quota_bytes,
+        }
         kvt_media_t { token, digest }
         kvt_sequence_t {
             struct_size, tokens, token_count, media, media_count, media_stride_bytes,
@@ -202,6 +205,7 @@ fn rust_table() -> BTreeMap<String, String> {
         }
         kvt_session_opts_t {
             struct_size, flags, name, name_bytes, tenant, priority, max_tokens, reserved,
+            ttl_ns,
         }
         kvt_session_info_t { struct_size, tokens, full_chunks, chunk_tokens, layers }
         kvt_view_t {
