@@ -37,7 +37,7 @@ ARGUMENTS: Dict[str, Any] = {
     "chunk_tokens": 4, "groups": [Group([0], 16)], "context_tokens": 0, "ns": 1, "cost": None,
     "reserved_bytes": 0, "used_bytes": 0, "address": 4096, "source": bytearray(64),
     "target": bytearray(64), "raw_event": 1, "raw_stream": 1, "event": None, "kernels": [],
-    "names": [b"a"], "addresses": kvtier.BlockAddresses([4096]),
+    "names": [b"a"], "addresses": kvtier.BlockAddresses([4096]), "timeout": 1.0, "tenant": 1,
 }
 #: Arguments of parameters whose name has another meaning.
 SPECIAL: Dict[Tuple[str, str], Any] = {

@@ -27,8 +27,8 @@ def version() -> str:
 
 def require(part: str) -> None:
     """Raises an error unless the installed vLLM has the interfaces of a part: "tier", "policy",
-    "spec" or "connector". ImportError if there is no vLLM. vLLM's interfaces change from release
-    to release, and another one would fail in the middle of a request."""
+    "spec", "connector" or "kv_events". ImportError if there is no vLLM. vLLM's interfaces change
+    from release to release, and another one would fail in the middle of a request."""
     ENGINE.needs.check()
     ENGINE.check_version(version())  # before any of its modules is imported
     ENGINE.check(version(), INTERFACES[part])

@@ -27,7 +27,8 @@ _CONFIG: Dict[str, Interface] = {
                                                "dcp_size", "is_parallelism_agnostic")),
 }
 _EVENTS: Dict[str, Interface] = {
-    "OffloadingEvent": Interface(calls={"": "*, keys, medium, removed, locality"}),
+    "OffloadingEvent": Interface(calls={
+        "": "*, keys, medium, removed, locality, ownership, removal_expected"}),
     "OffloadingKVEventsConfig": Interface(has=("enable_kv_cache_events",)),
 }
 
@@ -168,5 +169,22 @@ _CONNECTOR_PART: Interfaces = {
     },
 }
 
+#: What the connector needs besides, if the engine publishes KV events.
+_KV_EVENTS: Interfaces = {
+    "vllm.distributed.kv_events": {
+        "BlockStored": Interface(calls={
+            "": "*, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, "
+                "extra_keys, group_idx, kv_cache_spec_kind"}),
+        "BlockRemoved": Interface(calls={"": "*, block_hashes, medium, group_idx"}),
+    },
+    "vllm.v1.kv_cache_interface": {"get_kv_cache_spec_kind": Interface(calls={"": "spec, /"})},
+    "vllm.v1.core.kv_cache_utils": {
+        "maybe_convert_block_hash": Interface(calls={"": "hash, /"}),
+        "generate_block_hash_extra_keys": Interface(),
+        "to_event_extra_keys": Interface(calls={"": "extra_keys, /"}),
+    },
+}
+
 INTERFACES: Dict[str, Interfaces] = {
-    "tier": _TIER, "policy": _POLICY, "spec": _SPEC, "connector": _CONNECTOR_PART}
+    "tier": _TIER, "policy": _POLICY, "spec": _SPEC, "connector": _CONNECTOR_PART,
+    "kv_events": _KV_EVENTS}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
+from . import _engine
 from .settings import logger
 
 
@@ -44,6 +45,7 @@ class KvEvents:
 
     def __init__(self, block_tokens: int, ranks: int, kv_cache_spec: Any) -> None:
         # Imported here, because only engines with events need them.
+        _engine.require("kv_events")
         from vllm.distributed import kv_events
         from vllm.v1 import kv_cache_interface
         from vllm.v1.core import kv_cache_utils

@@ -7,13 +7,9 @@ from typing import Any, List, Optional
 import kvtier
 from kvtier._errors import Error
 from kvtier.events import Follower
+from vllm.v1.kv_offload.base import Medium, OffloadingEvent
 
-from . import _engine
 from .settings import logger
-
-_engine.require()
-
-from vllm.v1.kv_offload.base import Medium, OffloadingEvent  # noqa: E402
 
 
 class OffloadEvents:

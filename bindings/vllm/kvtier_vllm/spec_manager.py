@@ -10,7 +10,6 @@ import kvtier
 from kvtier._errors import Error
 
 from . import _engine
-from .offload_events import OffloadEvents
 from .remote_lookups import RemoteLookups
 from .settings import SharedStore, logger
 
@@ -26,6 +25,8 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     RequestOffloadingContext,
     get_offload_group_idx,
 )
+
+from .offload_events import OffloadEvents  # noqa: E402
 
 TIER = "use TieringOffloadingSpec with the kvtier tier (kvtier_vllm.tier), which serves any " \
         "number of workers"

@@ -15,7 +15,6 @@ from kvtier._errors import Error
 
 from . import _engine, hints, identity
 from ._versions import TIER_LABEL
-from .offload_events import OffloadEvents
 from .remote_lookups import RemoteLookups
 from .settings import Settings, SharedStore, acquire, flag, invalid, logger, reject_unknown, release
 
@@ -35,6 +34,8 @@ from vllm.v1.kv_offload.tiering.base import (  # noqa: E402
     SecondaryTierManager,
     TransferJob,
 )
+
+from .offload_events import OffloadEvents  # noqa: E402
 
 _PREFIX = "vllm:kv_offload_kvtier_"
 #: The counts of `Store.stats()` that vLLM's metrics get: levels, and counters that only grow.

@@ -532,7 +532,7 @@ def test_a_request_that_the_engines_cache_served_is_kept(engine: mini.Engine) ->
 
 def test_pins_have_a_share_and_rejections_are_counted(make: Any, roles: Any,
                                                       caplog: pytest.LogCaptureFixture) -> None:
-    engine = mini.Engine(make, roles, extra={"spec": "store(host=512KiB, pins=0.03)"})
+    engine = mini.Engine(make, roles, extra={"spec": "store(host=512KiB, pins=0.2)"})
     for turn in range(4):
         engine.run(mini.Request(f"r{turn}", range(1000 * turn, 1000 * turn + 65),
                                 params={"kv_cache_ttl_seconds": 3600}))
