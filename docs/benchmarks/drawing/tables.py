@@ -460,6 +460,7 @@ TABLES = {
     "longer": pivot("engines", "longer-2026-11-23", "name", "context", with_goal, corner="measure"),
     "longer-last": pivot("engines", "longer-2026-11-29", "name", "context", with_goal, corner="measure"),
     "run": bars("engines", "run-2026-11-29"),
+    "vllm-real": bars("engines", "vllm-real-2026-11-29"),
     "candle": bars("engines", "candle-2026-11-29"),
     "experts": bars("engines", "experts-2026-11-29"),
     "python": bars("engines", "python-2026-11-23"),
