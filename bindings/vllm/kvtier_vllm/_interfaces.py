@@ -173,8 +173,8 @@ _CONNECTOR_PART: Interfaces = {
 _KV_EVENTS: Interfaces = {
     "vllm.distributed.kv_events": {
         "BlockStored": Interface(calls={
-            "": "*, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, "
-                "extra_keys, group_idx, kv_cache_spec_kind"}),
+            "": "*, block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, "
+                "lora_name, extra_keys, group_idx, kv_cache_spec_kind"}),
         "BlockRemoved": Interface(calls={"": "*, block_hashes, medium, group_idx"}),
     },
     "vllm.v1.kv_cache_interface": {"get_kv_cache_spec_kind": Interface(calls={"": "spec, /"})},
