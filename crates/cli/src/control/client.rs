@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use socket2::{Domain, SockAddr, Socket, Type};
 
+use crate::control::timed::Timed;
+
 /// Time for a connection, and for each request, of commands that a person started.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest answer.
@@ -37,40 +39,9 @@ pub fn broken(words: impl fmt::Display) -> Refusal {
     Refusal { status: String::new(), words: words.to_string() }
 }
 
-/// A socket whose reads and writes end at a deadline, however slowly bytes arrive.
-struct Timed {
-    socket: UnixStream,
-    until: Instant,
-}
-
-impl Timed {
-    fn left(&self) -> io::Result<Duration> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
-    }
-}
-
-impl Read for Timed {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.socket.set_read_timeout(Some(self.left()?))?;
-        self.socket.read(into)
-    }
-}
-
-impl Write for Timed {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.socket.set_write_timeout(Some(self.left()?))?;
-        self.socket.write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 /// A connection.
 pub struct Client {
-    stream: BufReader<Timed>,
+    stream: BufReader<Timed<UnixStream>>,
     timeout: Duration,
 }
 
@@ -93,7 +64,7 @@ impl Client {
                 "no store answers at {place} ({error}): open a store with control=\"{place}\""
             ))
         })?;
-        let stream = BufReader::new(Timed { socket, until: Instant::now() + timeout });
+        let stream = BufReader::new(Timed { stream: socket, until: Instant::now() + timeout });
         Ok(Client { stream, timeout })
     }
 

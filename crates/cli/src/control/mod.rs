@@ -6,6 +6,7 @@ mod exporter;
 mod show;
 mod spans;
 mod stores;
+mod timed;
 mod top;
 
 use std::path::PathBuf;

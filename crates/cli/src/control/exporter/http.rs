@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::control::timed::Timed;
+
 /// Most bytes of a request line with its headers.
 pub const MAX_HEAD_BYTES: usize = 8192;
 /// Most headers.
@@ -15,9 +17,11 @@ const MAX_HEADERS: usize = 64;
 /// Most connections at once; more get the status 503.
 pub const MAX_CONNECTIONS: usize = 16;
 /// Time to send a request, and to read the answer.
-pub const PATIENCE: Duration = Duration::from_secs(10);
-/// Time, and bytes, that a client may still send after its answer, so that it reads the answer.
-const FAREWELL: (Duration, usize) = (Duration::from_secs(1), 64 << 10);
+pub const TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the server reads, and discards, what a client still sends after its answer.
+const LINGER: Duration = Duration::from_secs(1);
+/// Most bytes that it discards.
+const MAX_LINGER_BYTES: usize = 64 << 10;
 /// Pause after a failed accept, which means that descriptors are scarce.
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -91,17 +95,16 @@ pub fn serve(listener: &TcpListener, answer: impl Fn(&Request) -> Answer + Send 
                 continue;
             }
         };
-        let place = Place::take(&open);
-        let Some(place) = place else {
+        let Some(permit) = Permit::take(&open) else {
             refuse(stream);
             continue;
         };
         let answer = answer.clone();
         // Without a thread the connection is closed: the descriptor is dropped.
         let started = thread::Builder::new().name("http".into()).spawn(move || {
-            let _place = place;
-            // The client has left, or was too slow: there is nobody to tell.
-            let _ = converse(stream, &*answer);
+            let _permit = permit;
+            // The client has closed the connection, or was too slow: no answer can reach it.
+            let _ = handle(stream, &*answer);
         });
         if let Err(error) = started {
             eprintln!("kvtier: no thread can be started for a connection: {error}");
@@ -110,25 +113,25 @@ pub fn serve(listener: &TcpListener, answer: impl Fn(&Request) -> Answer + Send 
 }
 
 /// One of [`MAX_CONNECTIONS`].
-struct Place(Arc<AtomicUsize>);
+struct Permit(Arc<AtomicUsize>);
 
-impl Place {
-    fn take(open: &Arc<AtomicUsize>) -> Option<Place> {
+impl Permit {
+    fn take(open: &Arc<AtomicUsize>) -> Option<Permit> {
         // Only the accepting thread adds.
         (open.load(Ordering::Acquire) < MAX_CONNECTIONS).then(|| {
             open.fetch_add(1, Ordering::AcqRel);
-            Place(open.clone())
+            Permit(open.clone())
         })
     }
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-/// Answers that all places are taken, without waiting for the client.
+/// Answers that all connections are in use, without waiting for the client.
 fn refuse(mut stream: TcpStream) {
     let answer =
         Answer::text(503, format!("all {MAX_CONNECTIONS} connections are in use: try again"));
@@ -137,8 +140,8 @@ fn refuse(mut stream: TcpStream) {
     let _ = stream.shutdown(Shutdown::Write);
 }
 
-fn converse(stream: TcpStream, answer: &dyn Fn(&Request) -> Answer) -> io::Result<()> {
-    let mut timed = Timed { stream, until: Instant::now() + PATIENCE };
+fn handle(stream: TcpStream, answer: &dyn Fn(&Request) -> Answer) -> io::Result<()> {
+    let mut timed = Timed { stream, until: Instant::now() + TIMEOUT };
     let (reply, is_head) = match receive(&mut timed)? {
         Ok(request) => (answer(&request), request.is_head),
         Err(refused) => (refused, false),
@@ -147,12 +150,12 @@ fn converse(stream: TcpStream, answer: &dyn Fn(&Request) -> Answer) -> io::Resul
     if !is_head {
         bytes.extend_from_slice(reply.body.as_bytes());
     }
-    timed.until = Instant::now() + PATIENCE;
+    timed.until = Instant::now() + TIMEOUT;
     timed.write_all(&bytes)?;
     timed.stream.shutdown(Shutdown::Write)?;
     // Closing a connection with unread bytes would reset it before the client has read the answer.
-    let (patience, mut left) = FAREWELL;
-    timed.until = Instant::now() + patience;
+    timed.until = Instant::now() + LINGER;
+    let mut left = MAX_LINGER_BYTES;
     let mut rest = [0; 4096];
     while left > 0 {
         match timed.read(&mut rest)? {
@@ -161,37 +164,6 @@ fn converse(stream: TcpStream, answer: &dyn Fn(&Request) -> Answer) -> io::Resul
         }
     }
     Ok(())
-}
-
-/// A connection whose reads and writes end at a deadline, however slowly bytes arrive.
-struct Timed {
-    stream: TcpStream,
-    until: Instant,
-}
-
-impl Timed {
-    fn left(&self) -> io::Result<Duration> {
-        let left = self.until.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
-    }
-}
-
-impl Read for Timed {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        self.stream.set_read_timeout(Some(self.left()?))?;
-        self.stream.read(into)
-    }
-}
-
-impl Write for Timed {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.stream.set_write_timeout(Some(self.left()?))?;
-        self.stream.write(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
 }
 
 /// Reads a request; the inner error is the answer to a request that is refused.
@@ -204,7 +176,7 @@ fn receive(from: &mut impl Read) -> io::Result<Result<Request, Answer>> {
             Ok(0) => return Ok(Err(Answer::text(400, "the request ends before its headers do"))),
             Ok(count) => count,
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                let words = format!("no complete request within {} s", PATIENCE.as_secs());
+                let words = format!("no complete request within {} s", TIMEOUT.as_secs());
                 return Ok(Err(Answer::text(408, words)));
             }
             Err(error) => return Err(error),
@@ -299,6 +271,6 @@ mod tests {
         ] {
             assert_eq!(status(bytes), expected, "{:.60}", bytes.escape_ascii().to_string());
         }
-        assert!(receive(&mut &b""[..]).is_err(), "nobody waits for an answer");
+        assert!(receive(&mut &b""[..]).is_err(), "a connection without a byte gets no answer");
     }
 }

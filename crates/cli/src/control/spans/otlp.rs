@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use super::super::show::{number, text};
+use crate::control::show::{number, text};
+use crate::control::timed::{Timed, left};
 
 /// Time for a connection, for a request, and for its answer, together.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest answer that is read.
 const MAX_ANSWER_BYTES: u64 = 64 << 10;
 /// The path of traces below an endpoint.
@@ -117,7 +118,7 @@ impl Endpoint {
         let answer = self.exchange(body).map_err(|error| {
             let words = match error.kind() {
                 ErrorKind::WouldBlock | ErrorKind::TimedOut => {
-                    format!("no answer within {} s", PATIENCE.as_secs())
+                    format!("no answer within {} s", TIMEOUT.as_secs())
                 }
                 _ => error.to_string(),
             };
@@ -153,19 +154,15 @@ impl Endpoint {
     }
 
     fn exchange(&self, body: &str) -> io::Result<Vec<u8>> {
-        let until = Instant::now() + PATIENCE;
-        let left = || {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() { Err(io::Error::from(ErrorKind::TimedOut)) } else { Ok(left) }
-        };
+        let until = Instant::now() + TIMEOUT;
         let mut connected = Err(ErrorKind::AddrNotAvailable.into());
         for address in self.authority.to_socket_addrs()? {
-            connected = TcpStream::connect_timeout(&address, left()?);
+            connected = TcpStream::connect_timeout(&address, left(until)?);
             if connected.is_ok() {
                 break;
             }
         }
-        let mut stream = connected?;
+        let mut stream = Timed { stream: connected?, until };
         let Endpoint { authority, path } = self;
         let head = format!(
             "POST {path} HTTP/1.1\r\nHost: {authority}\r\nContent-Type: application/json\r\n\
@@ -173,20 +170,10 @@ impl Endpoint {
             body.len(),
             env!("CARGO_PKG_VERSION")
         );
-        let mut rest = [head.as_bytes(), body.as_bytes()].concat();
-        while !rest.is_empty() {
-            stream.set_write_timeout(Some(left()?))?;
-            let count = stream.write(&rest)?;
-            rest.drain(..count);
-        }
-        let (mut answer, mut bytes) = (Vec::new(), [0; 4096]);
-        while (answer.len() as u64) < MAX_ANSWER_BYTES {
-            stream.set_read_timeout(Some(left()?))?;
-            match stream.read(&mut bytes)? {
-                0 => break,
-                count => answer.extend_from_slice(&bytes[..count]),
-            }
-        }
+        stream.write_all(head.as_bytes())?;
+        stream.write_all(body.as_bytes())?;
+        let mut answer = Vec::new();
+        stream.take(MAX_ANSWER_BYTES).read_to_end(&mut answer)?;
         Ok(answer)
     }
 }
