@@ -1,5 +1,7 @@
 //! Callers of a simulated store: sessions, transfers, and checks of their results.
 
+use std::ops::Range;
+
 use crate::sim::content::{Planes, is_right, prefixes};
 use crate::sim::world::{MAX_SESSIONS, Outcome, POISON, SPACES, Session, Submitted, World, wrong};
 use kvtier::base::random::Random;
@@ -10,7 +12,7 @@ use kvtier::format::codec::int8::Scales;
 use kvtier::format::codec::{Codec, Shape};
 use kvtier::meta::chunks::Pin;
 use kvtier::meta::dtype::Dtype;
-use kvtier::meta::layout::{Group, Rule};
+use kvtier::meta::layout::{Group, Layout, Rule};
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::transfer::{Level, TransferKind};
 use kvtier::store::state::{CellRange, Finished, SessionOpts, Wanted};
@@ -96,17 +98,7 @@ impl World {
             _ => picked(&mut self.picks, &session.marks[first..first + tokens], each),
         };
         let count = marks.len();
-        let mut planes: Vec<Planes> = Vec::new();
-        for layer in first_layer..first_layer + layers {
-            let group = layout.group(layer)?;
-            planes.push(match kind {
-                TransferKind::Put => Planes::of(group, layer, &marks, each),
-                _ => {
-                    let (k, v) = Planes::lengths(group, count, each);
-                    Planes { k: vec![POISON; k], v: vec![POISON; v] }
-                }
-            });
-        }
+        let mut planes = planes_of(layout, first_layer..first_layer + layers, kind, &marks)?;
         let views = planes.iter_mut().enumerate().map(|(i, planes)| {
             let group = layout.group(first_layer + i)?;
             Some(views_of(group, planes, count, each, memory))
@@ -396,4 +388,23 @@ pub(super) fn views_of(
     let k = view(&mut planes.k, tokens, group.k_bytes);
     let v = (group.v_bytes > 0).then(|| view(&mut planes.v, tokens, group.v_bytes));
     LayerViews { k, v }
+}
+
+/// The engine's memory of some layers: with the KV of a put, and poisoned for others.
+fn planes_of(
+    layout: &Layout,
+    layers: Range<usize>,
+    kind: TransferKind,
+    marks: &[u64],
+) -> Option<Vec<Planes>> {
+    let each = layout.chunk_tokens() as usize;
+    let plane = |layer| {
+        let group = layout.group(layer)?;
+        if kind == TransferKind::Put {
+            return Some(Planes::of(group, layer, marks, each));
+        }
+        let (k, v) = Planes::lengths(group, marks.len(), each);
+        Some(Planes { k: vec![POISON; k], v: vec![POISON; v] })
+    };
+    layers.map(plane).collect()
 }
