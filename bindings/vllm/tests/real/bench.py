@@ -51,6 +51,8 @@ def restart(door: str, pairs: int, folder: Path) -> None:
     engine.texts([TEXTS[-1][:500]])
     for prompt in prompts:
         prefill.append(first_token(engine, [prompt]))
+        # vLLM starts the stores of the offloading spec with the next step.
+        engine.texts([TEXTS[-2][:200]])
         engine.call("saved")
     engine.close()
     for prompt in prompts:
