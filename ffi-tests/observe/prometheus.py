@@ -40,7 +40,7 @@ IDLE = {
     "kvtier_policy_decision_seconds_bucket": "one decision of a policy in 16 is timed; a short run may have none",
     "kvtier_coded_raw_bytes_total": "the demo's cells do not become smaller, so nothing is encoded",
 }
-# What the variables of the dashboard stand for.
+# Values of the dashboard's variables.
 VARIABLES = {"$job": ".*", "$instance": ".*", "$store": ".*", "$__rate_interval": "15s", "$tokens_per_cell": "2"}
 
 

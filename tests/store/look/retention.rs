@@ -159,7 +159,7 @@ fn chunks_that_are_used_at_their_end_are_removed_later() {
     assert_eq!(found(&world, 1, 4), 0);
 }
 
-/// What a tenant has in host memory, and its quota.
+/// A tenant's bytes in host memory, and its quota.
 fn usage(world: &World, tenant: u32) -> (u64, u64) {
     let used = world.core.0.lock().tenant_uses();
     used.get(&tenant).map_or((0, 0), |used| (used.bytes[0], used.quota[0]))

@@ -1,4 +1,4 @@
-"""What SGLang's HiCache lacks on a processor: its copies between device pools and host pools
+"""Runs SGLang's HiCache on a processor. Its copies between device pools and host pools
 are CUDA kernels, and it registers host memory with CUDA. The functions below copy the same
 bytes. SGLang allows a linker only for models whose kernels need a GPU; `install` allows it for
 Llama, with SGLang's own description of such a pool. Everything else is SGLang's own."""

@@ -303,7 +303,7 @@ def test_damaged_pages_are_computed_again(
     found = engine.answers(prompts)[0]
     assert found["ids"] == want[0] and engine.kv(prompts[0]) == kv
     assert found["cached"] == 0 if part == 1 else 0 < found["cached"] < pages(prompts[0])
-    # What was computed again is stored again.
+    # Recomputed pages are stored again.
     engine.saved()
     assert engine.call("flush")
     assert_loaded(engine, prompts, want)
