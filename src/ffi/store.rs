@@ -1317,7 +1317,7 @@ pub unsafe extern "C" fn kvt_store_residents(
     while at != ALL_READ && written < rows.len() {
         let room = (rows.len() - written).min(EVENT_GROUP);
         let Some(part) = group.get_mut(..room) else { break };
-        let (count, next) = store.store.inspect(|core| core.residents(at, part))?;
+        let (count, next) = store.store.inspect_now(|core| core.residents(at, part))?;
         for (i, event) in part.iter().take(count).enumerate() {
             rows.put(written + i, &event_for_c(event));
         }

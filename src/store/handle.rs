@@ -786,7 +786,7 @@ impl Store {
         Ok(read(&state.core))
     }
 
-    /// The same, after the chunks whose end has come were removed.
+    /// The same, after chunks whose end has come were removed, at most as many as a tick removes.
     pub fn inspect_now<R>(&self, read: impl FnOnce(&StoreState) -> R) -> Result<R> {
         let mut state = self.inner.state.lock();
         if state.stop {
@@ -1379,12 +1379,15 @@ const LEAST_SLEEP_NS: u64 = 1_000_000;
 /// Write workers: while one ends a batch and takes the next one, the other one writes.
 const WRITERS: u32 = 2;
 
+/// Longest sleep with a timer: what is due earlier than the timer does not shorten a sleep.
+const MOST_SLEEP_NS: u64 = 1_000_000_000;
+
 /// When a worker must check for work without being woken: write workers for write-behind, copy
-/// workers for overdue remote requests.
+/// workers for overdue remote requests and for chunks with a TTL.
 fn due_ns(core: &StoreState, workers: WorkerKind) -> Option<u64> {
     match workers {
         WorkerKind::Write => core.due_ns(),
-        WorkerKind::Copy => core.watch_ns(),
+        WorkerKind::Copy => [core.watch_ns(), core.next_end_ns()].into_iter().flatten().min(),
         _ => None,
     }
 }
@@ -1452,7 +1455,7 @@ impl Inner {
             Some(due_ns) => {
                 let wait_ns = due_ns.saturating_sub(self.runtime.clock().now_ns());
                 state.has_alarm[at] = true;
-                self.work[at].wait_for(state, wait_ns.max(LEAST_SLEEP_NS));
+                self.work[at].wait_for(state, wait_ns.clamp(LEAST_SLEEP_NS, MOST_SLEEP_NS));
                 state.has_alarm[at] = false;
                 state.core.tick(self.runtime.clock().now_ns());
             }

@@ -3,10 +3,11 @@
 
 use std::os::unix::fs::DirBuilderExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
 
 use kvtier::api::{
-    Dtype, Group, Identity, Layer, Layout, Level, Namespace, Session, Source, Status, Store,
-    Strides, Target,
+    Dtype, Group, Identity, Layer, Layout, Level, Namespace, Session, SessionOpts, Source, Status,
+    Store, Strides, Target,
 };
 use proptest::prelude::*;
 
@@ -328,5 +329,22 @@ proptest! {
         // One byte less holds one token less.
         let planes = [Layer::kv(Source::strided(&spread[..bytes - 1], strides), &v[..])];
         prop_assert!(first.put(0..tokens, 0, planes, Level::Ram).is_err());
+    }
+}
+
+#[test]
+fn chunks_are_removed_at_their_end_without_a_call() {
+    let store = Store::open("store(host=32MiB)").expect("a store");
+    let ns = store.namespace(&model(b"a"), &layout(2)).expect("a namespace");
+    let opts = SessionOpts { ttl_ns: 50_000_000, ..SessionOpts::default() };
+    let mut first = ns.session_with(&opts).expect("a session");
+    first.append(&(0..32).collect::<Vec<_>>()).expect("tokens");
+    put(&first, 32, 2, Level::Ram);
+    drop(first);
+    // Counters are read without a tick of the store's clock.
+    let until = Instant::now() + Duration::from_secs(120);
+    while store.stats().expect("counters").expired_chunks < 2 {
+        assert!(Instant::now() < until, "the chunks were not removed");
+        std::thread::sleep(Duration::from_millis(20));
     }
 }

@@ -327,7 +327,6 @@ impl StoreState {
     pub(super) fn arrived(&mut self, table: u32, cell: Cell, tier: Tier) {
         let at = At { table, slot: cell.chunk };
         self.enter_cache(at, tier, Part::Layer(cell.layer));
-        self.charge_quota(at, tier as usize);
         let rows = &self.tables[table as usize];
         let cells = rows.chunks.chunk(cell.chunk).map_or(0, |row| row.cells()[tier as usize]);
         if usize::from(cells) == rows.layout.layers() {
@@ -341,6 +340,7 @@ impl StoreState {
     /// Makes sure that a tier's policy has a part of a chunk: a cell that has arrived, or what
     /// remains after an eviction. A remainder belongs to no session.
     pub(super) fn enter_cache(&mut self, at: At, tier: Tier, part: Part) {
+        self.charge_quota(at, tier as usize);
         let rows = &self.tables[at.table as usize];
         let Some(cache) =
             cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
@@ -639,6 +639,9 @@ impl StoreState {
         let known = if self.eviction.disk.is_some() { note::IN_DISK } else { note::IN_HOST };
         if rows.has(slot, known) && is_held != rows.has(slot, note::HELD) {
             self.notify_held(table, slot, is_held);
+        }
+        if !is_held {
+            self.released_at_end(At { table, slot });
         }
     }
 

@@ -24,8 +24,11 @@ pub(super) struct Retention {
     pin_ends: BTreeSet<(u64, u8, At)>,
     /// Bytes of pinned chunks in all layers, in whole pieces, stored or not.
     pinned_bytes: u64,
-    /// Chunks that have an end.
-    ends: BTreeSet<(u64, At)>,
+    /// Chunks that have an end, by the time at which they are to be removed; equal times from the end
+    /// of the path, so that no chunk is continued by one that is removed later.
+    ends: BTreeSet<End>,
+    /// Chunks among them that something held at their end.
+    overdue: BTreeSet<At>,
 }
 
 impl Retention {
@@ -46,8 +49,11 @@ impl Retention {
 // be evicted, the weakest pin is given up: of the lowest class the one that expires first; a pin
 // without expiry is the last of its class.
 
-/// Strength of a pin: class, end, position. Of equal pins the last one of a path is the weakest,
-/// since the others are of use without it.
+/// Time, position, chunk.
+type End = (u64, Reverse<u32>, At);
+
+/// Strength of a pin: class, end, position. Among equal pins the last one of a path is the weakest,
+/// because its ancestors are usable without it.
 type Hold = (u8, u64, Reverse<u32>, At);
 
 /// The pin of a chunk.
@@ -80,7 +86,7 @@ impl StoreState {
         self.pin_chunks(table, &slots, pin)
     }
 
-    /// Pins chunks: all, or none if pins would have more than their share of the last tier.
+    /// Pins chunks: all, or none if pins would exceed their share of the last tier.
     fn pin_chunks(&mut self, table: u32, slots: &[Slot], pin: Pin) -> Result<()> {
         let rows = &self.tables[table as usize];
         let is_new = |slot: Slot| rows.chunks.chunk(slot).is_some_and(|row| row.pin().is_none());
@@ -190,12 +196,15 @@ impl StoreState {
                 }
                 let end = table.ends[slot as usize];
                 ends += usize::from(end != 0);
-                if end != 0 && !self.retention.ends.contains(&(end, at)) {
+                if end != 0 && !self.retention.ends.contains(&self.end_of(at, end)) {
                     fail!(State, "the end {end} of {at:?} is not listed");
+                }
+                if end == 0 && self.retention.overdue.contains(&at) {
+                    fail!(State, "{at:?} is overdue without an end");
                 }
             }
         }
-        let Retention { pins: all, pin_ends, pinned_bytes, ends: listed } = &self.retention;
+        let Retention { pins: all, pin_ends, pinned_bytes, ends: listed, .. } = &self.retention;
         let counts = (all.len(), pin_ends.len(), *pinned_bytes, listed.len());
         if counts != (pins, pins, bytes, ends) {
             fail!(
@@ -211,11 +220,16 @@ impl StoreState {
 //
 // A session with a TTL gives an end to the chunks that it stores first. Each later put or get of a
 // session with a TTL moves the end, never to an earlier time. A put without a TTL removes the end:
-// nobody shortens the life of KV that another one stored without an end. A chunk that is referenced,
-// pinned, in flight, or continued by chunks that stay, is removed when that is over.
+// a session cannot shorten the life of KV that another session stored without an end. A chunk that is
+// referenced, pinned, in flight, or continued by chunks that stay, is removed when that is over.
 
-/// Time after which a chunk that could not be removed at its end is tried again.
+/// Time after which a chunk that was in flight at its end is tried again.
 const RETRY_NS: u64 = 1_000_000_000;
+/// The same for a chunk that was held. It is tried again at once when it is released.
+const HELD_RETRY_NS: u64 = 60 * RETRY_NS;
+/// Most chunks that one tick removes, since it holds the store's lock. The others follow in the next
+/// ticks.
+const AT_ONCE: usize = 512;
 
 impl StoreState {
     /// Notes that a transfer stores or uses chunks: their ends, and their tenant's use.
@@ -237,6 +251,8 @@ impl StoreState {
                 rows.set(slot, note::STORED);
             }
             let at = At { table, slot };
+            // The end of a chunk that was held at its end has passed.
+            let end = if self.retention.overdue.contains(&at) { end.min(1) } else { end };
             match ttl_ns {
                 0 if end != 0 && kind == TransferKind::Put => self.set_end(at, 0),
                 0 => {}
@@ -248,50 +264,65 @@ impl StoreState {
         self.transfers.table[number].spec.slots = slots;
     }
 
+    fn end_of(&self, at: At, end: u64) -> End {
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot);
+        (end, Reverse(row.map_or(0, |row| row.position())), at)
+    }
+
     /// Sets the end of a chunk; 0 = none.
     fn set_end(&mut self, at: At, end: u64) {
         let old = &mut self.tables[at.table as usize].ends[at.slot as usize];
         let old = std::mem::replace(old, end);
         if old != 0 {
-            self.retention.ends.remove(&(old, at));
+            let listed = self.end_of(at, old);
+            self.retention.ends.remove(&listed);
+            self.retention.overdue.remove(&at);
         }
         if end != 0 {
-            self.retention.ends.insert((end, at));
+            let listed = self.end_of(at, end);
+            self.retention.ends.insert(listed);
+        }
+    }
+
+    /// A chunk may be held by nothing any more: if its end has passed, the next tick removes it.
+    pub(super) fn released_at_end(&mut self, at: At) {
+        if self.retention.overdue.contains(&at) {
+            self.set_end(at, self.now_ns.max(1));
         }
     }
 
     /// When the next chunk ends.
     pub fn next_end_ns(&self) -> Option<u64> {
-        self.retention.ends.first().map(|&(end, _)| end)
+        self.retention.ends.first().map(|&(end, ..)| end)
     }
 
-    /// Removes the chunks that are due from all tiers.
+    /// Removes chunks that are due from all tiers, the first ones of them.
     pub(super) fn end_chunks(&mut self) {
-        if self.retention.ends.first().is_none_or(|&(end, _)| end > self.now_ns) {
+        if self.next_end_ns().is_none_or(|end| end > self.now_ns) {
             return;
         }
-        let later = self.retention.ends.split_off(&(self.now_ns + 1, At { table: 0, slot: 0 }));
-        let due = std::mem::replace(&mut self.retention.ends, later);
-        let mut due: Vec<At> = due.into_iter().map(|(_, at)| at).collect();
-        // The last of each path first, so that no chunk is continued by one that is removed later.
-        due.sort_unstable_by_key(|&at| {
-            let row = self.tables[at.table as usize].chunks.chunk(at.slot);
-            (at.table, Reverse(row.map_or(0, |row| row.position())), at.slot)
-        });
-        for all in due.chunk_by(|a, b| a.table == b.table) {
-            let table = all[0].table;
+        let due = self.retention.ends.iter().take_while(|&&(end, ..)| end <= self.now_ns);
+        let mut due: Vec<End> = due.take(AT_ONCE).copied().collect();
+        due.sort_unstable_by_key(|&(_, position, at)| (at.table, position, at.slot));
+        for all in due.chunk_by(|a, b| a.2.table == b.2.table) {
+            let table = all[0].2.table;
             // A removed row must not be looked for in the set.
-            let slots: Vec<Slot> = all.iter().map(|at| at.slot).collect();
-            slots.iter().for_each(|&slot| self.tables[table as usize].ends[slot as usize] = 0);
+            all.iter().for_each(|&(_, _, at)| self.set_end(at, 0));
+            let slots: Vec<Slot> = all.iter().map(|(_, _, at)| at.slot).collect();
             let cleared = self.remove_chunks(table, &slots, Cleared::default());
             self.counters.expired_chunks += cleared.removed;
-            for &at in all {
-                let row = self.tables[table as usize].chunks.chunk(at.slot);
-                if row.is_some_and(|row| row.cells_somewhere() > 0 || row.is_moving()) {
-                    self.set_end(at, self.now_ns.saturating_add(RETRY_NS));
-                }
-            }
+            slots.iter().for_each(|&slot| self.retry_end(At { table, slot }));
         }
+    }
+
+    /// Lists a chunk again that could not be removed at its end. A row without KV keeps its end, too,
+    /// for a put that is repeated.
+    fn retry_end(&mut self, at: At) {
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot);
+        let Some(is_moving) = row.map(|row| row.is_moving()) else { return };
+        let retry_ns = if is_moving { RETRY_NS } else { HELD_RETRY_NS };
+        self.set_end(at, self.now_ns.saturating_add(retry_ns));
+        self.retention.overdue.insert(at);
     }
 
     /// Forgets the end and the quota of a chunk whose row is removed.
