@@ -153,6 +153,7 @@ impl StoreState {
         self.now_ns = self.now_ns.max(now_ns);
         self.end_pins();
         self.end_chunks();
+        self.resume_quotas();
         self.abandon_overdue();
         self.settle();
     }

@@ -6,20 +6,20 @@
 //! evict others of their tenant afterwards.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Bound;
 
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::fail;
 use crate::meta::index::{NONE, Slot};
 use crate::store::state::chunk_table::{Part, note};
-use crate::store::state::transfer::{TransferKind, TransferSpec};
+use crate::store::state::transfer::TransferKind;
 use crate::store::state::{At, DISK, HOST, StoreState};
 
 /// Most tenants with a quota of their own.
 pub const MAX_QUOTAS: usize = 1 << 16;
 
-/// Most chunks that one call tries to evict. Pinned and referenced ones are tried in vain.
+/// Most chunks that one call tries to evict. Pinned and referenced ones are tried in vain, and count as
+/// used: the next call tries others.
 const MOST_TRIES: usize = 1 << 12;
 
 /// The tiers, as they are indexed here, with the flags of chunks that count there.
@@ -51,10 +51,13 @@ pub struct TenantUse {
 pub(super) struct Quotas {
     /// Quota of tenants without one of their own.
     usual: [u64; 2],
+    /// 0 = none of their own.
     own: BTreeMap<u32, [u64; 2]>,
     usage: BTreeMap<u32, Usage>,
     /// Tenants that may have more than their quota.
     over: BTreeSet<u32>,
+    /// Tenants for which one call has evicted as much as it may: the next tick evicts more.
+    over_later: BTreeSet<u32>,
     /// Uses so far.
     turn: u64,
 }
@@ -62,7 +65,8 @@ pub(super) struct Quotas {
 impl Quotas {
     pub(super) fn new(usual: [u64; 2]) -> Quotas {
         let (own, usage) = (BTreeMap::new(), BTreeMap::new());
-        Quotas { usual, own, usage, over: BTreeSet::new(), turn: 0 }
+        let (over, over_later) = (BTreeSet::new(), BTreeSet::new());
+        Quotas { usual, own, usage, over, over_later, turn: 0 }
     }
 
     /// Whether any tenant has one.
@@ -72,35 +76,43 @@ impl Quotas {
 
     /// The quota of a tenant. Tenant 0 stands for none.
     fn of(&self, tenant: u32) -> [u64; 2] {
-        match tenant {
-            0 => [0; 2],
-            _ => self.own.get(&tenant).copied().unwrap_or(self.usual),
-        }
+        let own = self.own.get(&tenant).copied().unwrap_or_default();
+        let of = |index| if own[index] == 0 { self.usual[index] } else { own[index] };
+        if tenant == 0 { [0; 2] } else { [of(0), of(1)] }
     }
 }
 
 impl StoreState {
-    /// Sets a tenant's quota of host memory or of the disk; 0 = none.
+    /// Sets a tenant's own quota of host memory or of the disk; 0 = the store's quota.
     pub fn set_quota(&mut self, tenant: u32, tier: Tier, bytes: u64) -> Result<()> {
         let Some(index) = index_of(tier as usize) else {
             fail!(Unsupported, "a quota of {}: quotas are of HOST and DISK", tier.name());
         };
+        if tier == Tier::Disk && self.disk.is_none() {
+            fail!(Unsupported, "a quota of DISK: the store has no disk, open it with disk=");
+        }
         if tenant == 0 {
             fail!(
                 Invalid,
                 "a quota of tenant 0, which stands for no tenant: give a tenant's number"
             );
         }
-        if self.quotas.own.len() >= MAX_QUOTAS && !self.quotas.own.contains_key(&tenant) {
+        if bytes > 0
+            && self.quotas.own.len() >= MAX_QUOTAS
+            && !self.quotas.own.contains_key(&tenant)
+        {
             fail!(
                 Limit,
                 "{MAX_QUOTAS} tenants have quotas of their own, the limit: use quota= of \
                           the store's spec for all others"
             );
         }
-        let mut quota = self.quotas.of(tenant);
-        quota[index] = bytes;
-        self.quotas.own.insert(tenant, quota);
+        let own = self.quotas.own.entry(tenant).or_default();
+        own[index] = bytes;
+        if *own == [0; 2] {
+            self.quotas.own.remove(&tenant);
+        }
+        let quota = self.quotas.of(tenant)[index];
         let mut all = Vec::new();
         for (table, rows) in (0u32..).zip(&self.tables) {
             let slots = rows.chunks.slots().filter(|&slot| rows.owners[slot as usize] == tenant);
@@ -108,10 +120,10 @@ impl StoreState {
         }
         for at in all {
             let row = self.tables[at.table as usize].chunks.chunk(at.slot);
-            let is_there = row.is_some_and(|row| row.cells()[tier as usize] > 0);
-            match bytes {
+            let is_resident = row.is_some_and(|row| row.cells()[tier as usize] > 0);
+            match quota {
                 0 => self.discharge_quota(at, tier as usize),
-                _ if is_there => self.charge_quota(at, tier as usize),
+                _ if is_resident => self.charge_quota(at, tier as usize),
                 _ => {}
             }
         }
@@ -131,14 +143,15 @@ impl StoreState {
     }
 
     /// Counts the new chunks of a put against its tenant's quota, or rejects the put.
-    pub(super) fn admit_put(&mut self, spec: &TransferSpec) -> Result<()> {
-        let tenant = spec.context.tenant;
+    pub(super) fn admit_put(&mut self, number: u32, slots: &[Slot]) -> Result<()> {
+        let spec = &self.transfers.table[number].spec;
+        let (table, tenant) = (spec.table, spec.context.tenant);
         if spec.kind != TransferKind::Put || tenant == 0 {
             return Ok(());
         }
-        let rows = &mut self.tables[spec.table as usize];
+        let rows = &mut self.tables[table as usize];
         let mut new: Vec<Slot> = Vec::new();
-        for &slot in spec.slots.iter().filter(|&&slot| slot != NONE) {
+        for &slot in slots.iter().filter(|&&slot| slot != NONE) {
             let row = rows.chunks.chunk(slot);
             if !rows.has(slot, note::STORED) && row.is_some_and(|row| row.cells_somewhere() == 0) {
                 rows.owners[slot as usize] = tenant;
@@ -151,7 +164,7 @@ impl StoreState {
         }
         new.sort_unstable();
         new.dedup();
-        let rows = &self.tables[spec.table as usize];
+        let rows = &self.tables[table as usize];
         let more: u64 = new.iter().map(|&slot| rows.chunk_bytes(slot)).sum();
         let has = match more <= quota {
             true => self.evict_of_tenant(tenant, 0, quota - more),
@@ -168,9 +181,23 @@ impl StoreState {
             );
         }
         for slot in new {
-            self.charge_quota(At { table: spec.table, slot }, HOST);
+            self.charge_quota(At { table, slot }, HOST);
         }
         Ok(())
+    }
+
+    /// A put of a chunk has ended, well or not. Without KV it counts no more, and a later put stores it
+    /// first.
+    pub(super) fn put_ended(&mut self, at: At) {
+        let rows = &mut self.tables[at.table as usize];
+        let Some(row) = rows.chunks.chunk(at.slot) else { return };
+        let is_in_host = row.cells()[HOST] > 0;
+        if row.cells_somewhere() == 0 && !row.is_moving() {
+            rows.clear(at.slot, note::STORED);
+        }
+        if !is_in_host {
+            self.discharge_quota(at, HOST);
+        }
     }
 
     /// Counts a chunk in a tier.
@@ -243,30 +270,50 @@ impl StoreState {
     /// Evicts chunks of a tenant that has more than its quota. Returns false if none is left.
     pub(super) fn enforce_quotas(&mut self) -> bool {
         let Some(tenant) = self.quotas.over.pop_first() else { return false };
+        let before = self.counters.quota_evicted_chunks;
+        let mut is_over = false;
         for (index, quota) in self.quotas.of(tenant).into_iter().enumerate() {
-            if quota > 0 {
-                self.evict_of_tenant(tenant, index, quota);
-            }
+            is_over |= quota > 0 && self.evict_of_tenant(tenant, index, quota) > quota;
+        }
+        if is_over && self.counters.quota_evicted_chunks > before {
+            self.quotas.over_later.insert(tenant);
         }
         true
+    }
+
+    /// Lets this tick continue with tenants for which an earlier one has evicted as much as it may.
+    pub(super) fn resume_quotas(&mut self) {
+        self.quotas.over.append(&mut self.quotas.over_later);
     }
 
     /// Evicts chunks of a tenant from a tier, the least recently used first, until it has at most
     /// `target` bytes there. Returns what it has then. Memory of chunks that are still to be written
     /// does not count any more.
     fn evict_of_tenant(&mut self, tenant: u32, index: usize, target: u64) -> u64 {
-        let mut after = Bound::Unbounded;
-        for _ in 0..MOST_TRIES {
+        let (tier, _) = TIERS[index];
+        let all = self.quotas.usage.get(&tenant).map_or(0, |usage| usage.order[index].len());
+        for _ in 0..all.min(MOST_TRIES) {
             let Some(usage) = self.quotas.usage.get(&tenant) else { return 0 };
-            let next = usage.order[index].range((after, Bound::Unbounded)).next().copied();
-            let Some(next) = next.filter(|_| usage.bytes[index] > target) else { break };
-            after = Bound::Excluded(next);
-            if self.evict_charged(next.1, TIERS[index].0) {
+            let next = usage.order[index].first().copied();
+            let Some((_, at)) = next.filter(|_| usage.bytes[index] > target) else { break };
+            if self.evict_charged(at, tier) {
                 self.counters.quota_evicted_chunks += 1;
-                self.discharge_quota(next.1, TIERS[index].0);
+            }
+            match self.must_charge(at, tier) {
+                true => self.used_by_tenant(at),
+                false => self.discharge_quota(at, tier),
             }
         }
         self.quotas.usage.get(&tenant).map_or(0, |usage| usage.bytes[index])
+    }
+
+    /// Whether a chunk counts in a tier: it is resident there and is not about to leave, or a put is to
+    /// bring it there.
+    fn must_charge(&self, at: At, tier: usize) -> bool {
+        let rows = &self.tables[at.table as usize];
+        let Some(row) = rows.chunks.chunk(at.slot) else { return false };
+        let is_leaving = tier == HOST && self.writeback.demoting.contains_key(&at);
+        !is_leaving && (row.cells()[tier] > 0 || row.refs() > 0)
     }
 
     /// Evicts a chunk from a tier, unless something uses it. Returns whether its bytes there are or
@@ -293,6 +340,16 @@ impl StoreState {
         let mut found: BTreeMap<u32, ([u64; 2], [usize; 2])> = BTreeMap::new();
         for (table, rows) in (0u32..).zip(&self.tables) {
             for slot in rows.chunks.slots() {
+                let quota = self.quotas.of(rows.owners[slot as usize]);
+                let row = rows.chunks.chunk(slot);
+                for (index, &(tier, flag)) in TIERS.iter().enumerate() {
+                    let at = At { table, slot };
+                    let is_resident = row.is_some_and(|row| row.cells()[tier] > 0);
+                    let must = is_resident && quota[index] > 0 && self.must_charge(at, tier);
+                    if must && !rows.has(slot, flag) {
+                        fail!(State, "{at:?} does not count against the quota of tier {tier}");
+                    }
+                }
                 for (index, &(_, flag)) in
                     TIERS.iter().enumerate().filter(|(_, t)| rows.has(slot, t.1))
                 {

@@ -390,11 +390,17 @@ impl StoreState {
     /// Begins a transfer and returns its number. Its chunks are referenced until it is over.
     pub fn submit(&mut self, spec: TransferSpec) -> Result<u32> {
         self.check_transfer(&spec, spec.slots.len())?;
-        self.admit_put(&spec)?;
         let (table, ticket, after) = (spec.table, spec.ticket, spec.after);
         let number = self.transfers.table.add(Transfer::new(spec, self.now_ns)?)?;
         let slots = std::mem::take(&mut self.transfers.table[number].spec.slots);
-        if let Err(error) = self.retain_chunks(table, &slots) {
+        let mut begun = self.retain_chunks(table, &slots);
+        if begun.is_ok() {
+            begun = self.admit_put(number, &slots);
+            if begun.is_err() {
+                self.release_chunks(table, &slots);
+            }
+        }
+        if let Err(error) = begun {
             self.transfers.table.remove(number);
             return Err(error);
         }
@@ -427,14 +433,18 @@ impl StoreState {
                 Ok(references) if references > 1 => {}
                 Ok(_) => self.note_held(table, slot),
                 Err(error) => {
-                    for &slot in slots[..at].iter().filter(|&&slot| slot != NONE) {
-                        self.release_chunk(table, slot);
-                    }
+                    self.release_chunks(table, &slots[..at]);
                     return Err(error);
                 }
             }
         }
         Ok(())
+    }
+
+    fn release_chunks(&mut self, table: u32, slots: &[Slot]) {
+        for &slot in slots.iter().rev().filter(|&&slot| slot != NONE) {
+            self.release_chunk(table, slot);
+        }
     }
 
     /// Checks a request for so many chunks. Called before rows are reserved, too, since that may
@@ -688,9 +698,11 @@ impl StoreState {
         self.stats.latencies.moved(&one, self.now_ns);
         self.dependencies.stop_waiting(one.spec.ticket);
         self.dependencies.release_event(one.spec.after);
-        for &slot in one.spec.slots.iter().rev().filter(|&&slot| slot != NONE) {
-            self.release_chunk(table, slot);
+        if one.spec.kind == TransferKind::Put {
+            let slots = one.spec.slots.iter().filter(|&&slot| slot != NONE);
+            slots.for_each(|&slot| self.put_ended(At { table, slot }));
         }
+        self.release_chunks(table, &one.spec.slots);
     }
 
     fn complete_part(&mut self, number: u32, index: usize, last: bool) {

@@ -155,8 +155,102 @@ fn chunks_that_are_used_at_their_end_are_removed_later() {
     tick(&world, 5);
     assert_eq!(found(&world, 1, 4), 2, "the session references two");
     close(&mut world, reader);
+    tick(&world, 5);
+    assert_eq!(found(&world, 1, 4), 0, "removed as soon as nothing holds them");
+}
+
+#[test]
+fn a_use_of_a_chunk_that_was_held_at_its_end_gives_it_a_new_end() {
+    let mut world = World::new(5, 1 << 20, 0);
+    put(&mut world, &opts(0, 1), 1, 2).expect("room");
+    let reader = world.open_with(0, &opts(0, 3));
+    world.grow(reader, 1, 2 * EACH);
+    tick(&world, 5);
+    assert!(world.submit_part(reader, TransferKind::Get, 0, 0, 2 * EACH, 0..3));
+    world.rest(0);
+    close(&mut world, reader);
     tick(&world, 7);
-    assert_eq!(found(&world, 1, 4), 0);
+    assert_eq!(found(&world, 1, 2), 2);
+    tick(&world, 9);
+    assert_eq!(found(&world, 1, 2), 0);
+}
+
+#[test]
+fn one_tick_removes_a_bounded_number_of_chunks() {
+    let mut world = World::new(9, 16 << 20, 0);
+    put(&mut world, &opts(0, 10), 1, 1200).expect("room");
+    for expired in [512, 1024, 1200, 1200] {
+        tick(&world, 11);
+        assert_eq!(world.core.0.lock().report().stats.expired_chunks, expired);
+    }
+    assert_eq!(found(&world, 1, 1200), 0);
+}
+
+/// Submits a put that is cancelled before it stores anything. Returns its open session.
+fn cancelled_put(world: &mut World, opts: &SessionOpts<'_>, document: u32, chunks: usize) -> usize {
+    let at = world.open_with(0, opts);
+    world.grow(at, document, chunks * EACH);
+    assert!(world.submit_part(at, TransferKind::Put, 0, 0, chunks * EACH, 0..3));
+    world.cancel_last();
+    world.rest(0);
+    assert_eq!(found(world, document, chunks), 0, "nothing was stored");
+    at
+}
+
+#[test]
+fn a_put_that_is_repeated_gives_an_end() {
+    for seconds in [0, 5] {
+        let mut world = World::new(10, 1 << 20, 0);
+        let at = cancelled_put(&mut world, &opts(0, 1), 1, 4);
+        tick(&world, seconds);
+        assert!(world.submit_part(at, TransferKind::Put, 0, 0, 4 * EACH, 0..3));
+        world.rest(0);
+        close(&mut world, at);
+        assert_eq!(found(&world, 1, 4), 4);
+        tick(&world, 10);
+        assert_eq!(found(&world, 1, 4), 0, "repeated after {seconds} s");
+    }
+}
+
+#[test]
+fn a_put_that_stores_nothing_does_not_count_against_the_quota() {
+    let mut world = World::new(11, 1 << 20, 0);
+    world.core.0.lock().set_quota(1, Tier::Host, 4 * CHUNK_BYTES).expect("a quota");
+    let at = cancelled_put(&mut world, &opts(1, 0), 1, 4);
+    assert_eq!(usage(&world, 1).0, 0);
+    put(&mut world, &opts(1, 0), 2, 4).expect("the quota is not used");
+    // A repeated put counts as the first one did.
+    assert!(world.submit_part(at, TransferKind::Put, 0, 0, 4 * EACH, 0..3));
+    world.rest(0);
+    assert_eq!(usage(&world, 1).0, 4 * CHUNK_BYTES);
+    assert_eq!((found(&world, 1, 4), found(&world, 2, 4)), (4, 0));
+}
+
+#[test]
+fn a_tenant_whose_oldest_chunks_are_in_use_can_put() {
+    const HELD: usize = 4150;
+    let mut world = World::new(12, 64 << 20, 0);
+    let quota = (HELD + 50) as u64 * CHUNK_BYTES;
+    world.core.0.lock().set_quota(1, Tier::Host, quota).expect("a quota");
+    let at = world.open_with(0, &opts(1, 0));
+    world.grow(at, 1, HELD * EACH);
+    assert!(world.submit_part(at, TransferKind::Put, 0, 0, HELD * EACH, 0..3));
+    world.rest(0);
+    put(&mut world, &opts(1, 0), 100, 50).expect("within the quota");
+    // One call tries a bounded number of chunks; the next one continues.
+    let puts = [101, 102].map(|document| put(&mut world, &opts(1, 0), document, 20));
+    assert_eq!(puts[1], Ok(()), "{puts:?}");
+    assert!(usage(&world, 1).0 <= quota);
+}
+
+#[test]
+fn a_quota_is_enforced_however_many_chunks_are_beyond_it() {
+    let mut world = World::new(13, 64 << 20, 0);
+    world.core.0.lock().set_quota(1, Tier::Host, 5000 * CHUNK_BYTES).expect("a quota");
+    put(&mut world, &opts(1, 0), 1, 4200).expect("room");
+    world.core.0.lock().set_quota(1, Tier::Host, 10 * CHUNK_BYTES).expect("a quota");
+    tick(&world, 1);
+    assert_eq!(usage(&world, 1).0, 10 * CHUNK_BYTES);
 }
 
 /// A tenant's bytes in host memory, and its quota.
@@ -225,6 +319,8 @@ fn quotas_of_the_spec_hold_for_all_tenants_without_one() {
         assert_eq!(error.status(), Status::Unsupported);
         core.set_quota(3, Tier::Disk, 4 * CHUNK_BYTES).expect("a quota");
     }
+    let error = World::new(8, 1 << 20, 0).core.0.lock().set_quota(3, Tier::Disk, 1);
+    assert_eq!(error.map_err(|error| error.status()), Err(Status::Unsupported), "no disk");
     put(&mut world, &opts(3, 0), 1, 4).expect("room");
     put(&mut world, &opts(3, 0), 2, 4).expect("room");
     put(&mut world, &opts(4, 0), 3, 4).expect("room");
@@ -236,7 +332,7 @@ fn quotas_of_the_spec_hold_for_all_tenants_without_one() {
     world.core.0.lock().set_quota(3, Tier::Disk, 2 * CHUNK_BYTES).expect("a quota");
     assert_eq!(has(3), Some(2 * CHUNK_BYTES));
     world.core.0.lock().set_quota(3, Tier::Disk, 0).expect("no quota");
-    assert_eq!(has(3), Some(0));
+    assert_eq!(has(3), None);
     world.core.0.lock().check().expect("sound tables");
 }
 

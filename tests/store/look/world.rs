@@ -89,7 +89,7 @@ impl World {
             host_bytes,
             host_policy: "lru".into(),
             admission: admission.into(),
-            max_chunks: 4096,
+            max_chunks: 8192,
             max_sessions: 32,
             max_transfers: 64,
             max_jobs: 64 + random.below(200) as u32,
@@ -276,6 +276,13 @@ impl World {
         let asked = [&[from as u32], &tokens[..]].concat();
         self.asked.push((number, session.namespace, asked, layers));
         Ok(())
+    }
+
+    /// Cancels the transfer that was submitted last.
+    pub fn cancel_last(&mut self) {
+        let number = self.asked.last().expect("a transfer").0;
+        self.core.0.lock().cancel(number, Status::Cancelled);
+        self.collect();
     }
 
     fn views(&self, layout: &Layout, layer: usize, tokens: usize) -> LayerViews {
