@@ -17,6 +17,7 @@ use std::ops::Range;
 
 use crate::api::planes::{Layer, Plane, Source, Target};
 use crate::api::session::Session;
+use crate::base::fork;
 use crate::base::op::{OpOpts, OpRef, RELEASED};
 use crate::base::status::{Result, Status};
 use crate::base::sync::{Arc, Mutex};
@@ -28,7 +29,7 @@ use crate::store::state::batches::{LayerViews, Views};
 use crate::store::state::session::{CellRange, Wanted};
 use crate::store::state::transfer::TransferKind;
 
-/// What a transfer moved.
+/// The result of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moved {
     /// Tokens, from the first of the transfer on, that were loaded or stored without a gap.
@@ -40,13 +41,43 @@ pub struct Moved {
 /// Begins transfers of a session; see [`Session::scope`].
 pub struct Scope<'a, 'env> {
     session: &'a Session,
-    ops: Mutex<Vec<OpRef>>,
+    ops: Mutex<Ops>,
     env: PhantomData<&'env mut &'env ()>,
 }
 
+/// Ops that a scope waits for.
+#[derive(Default)]
+struct Ops {
+    all: Vec<OpRef>,
+    /// Number of ops after the last look for ended ones.
+    looked: usize,
+}
+
+impl Ops {
+    /// Forgets ops that have ended, whenever the number of ops has doubled: a runtime has a limited
+    /// number of ops. Those that ended by a panic stay, since their memory may still be used.
+    fn forget_ended(&mut self) {
+        if self.all.len() < 2 * self.looked.max(LEAST_OPS) {
+            return;
+        }
+        self.all.retain(|op| {
+            let is_ended = op.state() & RELEASED != 0
+                && op.result().err().is_none_or(|error| error.status() != Status::Panic);
+            if is_ended {
+                op.remove();
+            }
+            !is_ended
+        });
+        self.looked = self.all.len();
+    }
+}
+
+/// Ops that a scope keeps without looking for ended ones.
+const LEAST_OPS: usize = 16;
+
 impl<'a, 'env> Scope<'a, 'env> {
     pub(super) fn new(session: &'a Session) -> Scope<'a, 'env> {
-        Scope { session, ops: Mutex::new(Vec::new()), env: PhantomData }
+        Scope { session, ops: Mutex::new(Ops::default()), env: PhantomData }
     }
 
     /// Begins a put; see [`Session::put`].
@@ -105,11 +136,12 @@ impl<'a, 'env> Scope<'a, 'env> {
         let priority = if kind == TransferKind::Prefetch { PREFETCH } else { 0 };
         let opts = OpOpts { priority, ..OpOpts::default() };
         let shared = &session.space.shared;
+        self.ops.lock().forget_ended();
         // If this panics in the library, `call` halts the store: no thread keeps the addresses.
         let ops = shared
             .call(|| shared.store.submit(session.session.number, kind, level, cells, &opts))?;
         let Some(op) = ops.into_iter().next() else { fail!(Panic, "a transfer without an op") };
-        self.ops.lock().push(op.clone());
+        self.ops.lock().all.push(op.clone());
         Ok(Transfer { op, session, planes })
     }
 
@@ -140,7 +172,10 @@ const _: () = assert!(PREFETCH < PRIORITIES);
 
 impl Drop for Scope<'_, '_> {
     fn drop(&mut self) {
-        for op in self.ops.lock().drain(..) {
+        if fork::check().is_err() {
+            return; // no thread of this process uses the memory
+        }
+        for op in self.ops.lock().all.drain(..) {
             let _ = self.session.finish(&op);
         }
     }
@@ -149,12 +184,13 @@ impl Drop for Scope<'_, '_> {
 impl Session {
     /// Waits until no thread uses the memory of an op any more, and returns its result.
     fn finish(&self, op: &OpRef) -> Result<()> {
+        fork::check()?;
         // Without a deadline it ends only when the op is released.
         let result = op.wait(RELEASED, 0).and_then(|()| op.result());
         if let Err(error) = &result
             && error.status() == Status::Panic
         {
-            self.space.shared.store.halt();
+            self.space.shared.halt();
         }
         op.remove();
         result

@@ -20,6 +20,8 @@ pub struct Session {
     // Dropped in this order: the namespace closes after its sessions.
     pub(super) session: guards::Session,
     pub(super) space: Namespace,
+    /// How it was opened, without its name.
+    pub(super) opts: SessionOpts<'static>,
 }
 
 impl Session {
@@ -38,11 +40,11 @@ impl Session {
         Ok(())
     }
 
-    /// Opens a session with the same tokens: a branch of a conversation. Both share the full chunks.
+    /// Opens a session with the same tokens, tenant, priority and TTL, but without a name: a branch of
+    /// a conversation. Both share the full chunks.
     pub fn fork(&self) -> Result<Session> {
-        let fork = || self.session.fork(&SessionOpts::default());
-        let session = self.space.shared.call(fork)?;
-        Ok(Session { session, space: self.space.clone() })
+        let session = self.space.shared.call(|| self.session.fork(&self.opts))?;
+        Ok(Session { session, space: self.space.clone(), opts: self.opts })
     }
 
     /// Number of its tokens.
@@ -57,8 +59,8 @@ impl Session {
         self.space.shared.with(|core| Ok(core.lookup_session(self.session.number)?.now_tokens))
     }
 
-    /// Asks the remote, too, and waits for its answer until the timeout. Returns the number of first
-    /// tokens that can be reused from the store and its remote.
+    /// Looks up the tokens at the remote, and waits until it answers or the timeout ends. Returns the
+    /// number of first tokens that can be reused from the store and its remote.
     ///
     /// # Errors
     ///
@@ -102,8 +104,8 @@ impl Session {
     /// Loads the KV of tokens, for successive layers from `first_layer` on, and waits for it.
     ///
     /// Missing KV is no error: [`Moved::tokens`] is the number of tokens that arrived without a gap,
-    /// and memory of others may be unchanged. Damaged KV counts as missing. Of layers with a window
-    /// or a state only what is needed to continue after the last token is loaded.
+    /// and memory of others may be unchanged. Damaged KV counts as missing. Layers with a window or a
+    /// state load only the part that the next token needs.
     ///
     /// # Errors
     ///

@@ -37,10 +37,19 @@ impl Shared {
     pub(super) fn call<R>(&self, body: impl FnOnce() -> Result<R>) -> Result<R> {
         fork::check()?;
         panic::catch(body).unwrap_or_else(|text| {
-            self.core().poison(&text);
-            self.store.halt();
+            // The store must halt even if this panics, too.
+            let _ = panic::catch(|| self.core().poison(&text));
+            self.halt();
             Err(Status::Panic.into())
         })
+    }
+
+    /// Ends the work of the store after a panic. If that panics, too, threads may still use memory of
+    /// callers, which nobody may get back: the process ends.
+    pub(super) fn halt(&self) {
+        if panic::catch(|| self.store.halt()).is_err() {
+            std::process::abort();
+        }
     }
 
     /// Calls into the state of the store.
@@ -57,6 +66,9 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
+        if fork::check().is_err() {
+            return;
+        }
         // A closed store closes again without an effect.
         if let Err(error) = self.call(|| self.store.close(0)) {
             log::error!("a store that was dropped could not write everything back: {error}");
@@ -183,7 +195,8 @@ impl Namespace {
     /// The same with a name, tenant or priority.
     pub fn session_with(&self, opts: &SessionOpts<'_>) -> Result<Session> {
         let session = self.shared.call(|| guards::Session::open(&self.ns, opts))?;
-        Ok(Session { session, space: self.clone() })
+        let opts = SessionOpts { name: b"", ..*opts };
+        Ok(Session { session, space: self.clone(), opts })
     }
 
     /// Number of the first tokens of a sequence whose KV can be reused now. Counts no use and

@@ -195,6 +195,10 @@ impl Drop for Alive {
 
 impl Drop for Runtime {
     fn drop(&mut self) {
+        // Its threads did not survive the fork.
+        if fork::check().is_err() {
+            return;
+        }
         // No re-entry check: a callback may open a runtime and fail half-way. The threads that
         // end here are then the new ones, not the one that runs the callback.
         if let Err(error) = self.end(0) {

@@ -2,6 +2,7 @@
 //! interface own.
 
 use crate::base::core::Core;
+use crate::base::fork;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
 use crate::format::keys::identity::Identity;
@@ -59,6 +60,10 @@ impl Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
+        // A thread that did not survive the fork may have held the store's lock.
+        if fork::check().is_err() {
+            return;
+        }
         let closed = self.store.release_with(|core| {
             core.close_namespace(self.number);
             Ok(())
@@ -101,6 +106,10 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
+        // A thread that did not survive the fork may have held the store's lock.
+        if fork::check().is_err() {
+            return;
+        }
         if let Err(error) = self.ns.store.release_with(|core| core.close_session(self.number)) {
             log::error!("internal: a session could not be closed in its store: {error}");
         }

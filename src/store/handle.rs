@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 use crate::base::account::Account;
 use crate::base::budget::{Budget, Reclaim, Tier};
 use crate::base::core::Core as RuntimeCore;
+use crate::base::fork;
 use crate::base::op::{Op, OpOpts, OpRef, Owner, RELEASED};
 use crate::base::panic;
 use crate::base::runtime::Role;
@@ -264,6 +265,10 @@ impl Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
+        // Its threads did not survive the fork, and may have held locks.
+        if fork::check().is_err() {
+            return;
+        }
         self.inner.cancel_all(Status::Closed);
         if let Err(error) = self.settle(0) {
             log::error!("a store was dropped with work in flight: {error}");

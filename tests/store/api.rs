@@ -332,6 +332,15 @@ proptest! {
     }
 }
 
+/// Waits until chunks were removed at their end. Counters are read without a tick of the store's clock.
+fn wait_for_expired(store: &Store, chunks: u64) {
+    let until = Instant::now() + Duration::from_secs(120);
+    while store.stats().expect("counters").expired_chunks < chunks {
+        assert!(Instant::now() < until, "the chunks were not removed");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 #[test]
 fn chunks_are_removed_at_their_end_without_a_call() {
     let store = Store::open("store(host=32MiB)").expect("a store");
@@ -341,10 +350,67 @@ fn chunks_are_removed_at_their_end_without_a_call() {
     first.append(&(0..32).collect::<Vec<_>>()).expect("tokens");
     put(&first, 32, 2, Level::Ram);
     drop(first);
-    // Counters are read without a tick of the store's clock.
-    let until = Instant::now() + Duration::from_secs(120);
-    while store.stats().expect("counters").expired_chunks < 2 {
-        assert!(Instant::now() < until, "the chunks were not removed");
-        std::thread::sleep(Duration::from_millis(20));
+    wait_for_expired(&store, 2);
+}
+
+#[test]
+fn a_fork_inherits_tenant_and_ttl() {
+    let store = Store::open("store(host=32MiB, quota=quota(host=1MiB))").expect("a store");
+    let ns = store.namespace(&model(b"a"), &layout(2)).expect("a namespace");
+    let opts = SessionOpts { ttl_ns: 50_000_000, tenant: 5, name: b"first", ..Default::default() };
+    let mut first = ns.session_with(&opts).expect("a session");
+    first.append(&(0..32).collect::<Vec<_>>()).expect("tokens");
+    put(&first, 32, 2, Level::Ram);
+    let fork = first.fork().expect("a fork");
+    put(&fork, 32, 2, Level::Ram);
+    drop((first, fork));
+    wait_for_expired(&store, 2);
+}
+
+#[test]
+fn a_long_scope_keeps_no_ops_of_ended_transfers() {
+    let spec = "kvtier(max_ops=64, store=store(host=32MiB))";
+    let store = Store::open(spec).expect("a store");
+    let ns = store.namespace(&model(b"a"), &layout(2)).expect("a namespace");
+    let first = session(&ns, 32);
+    put(&first, 32, 2, Level::Ram);
+    first.scope(|scope| {
+        for turn in 0..1000 {
+            let transfer = scope.prefetch(0..32).unwrap_or_else(|error| panic!("{turn}: {error}"));
+            transfer.wait().expect("resident");
+        }
+    });
+}
+
+#[test]
+fn a_forked_child_drops_everything_without_a_wait() {
+    let ns = in_memory();
+    let first = session(&ns, 32);
+    put(&first, 32, 2, Level::Ram);
+    let mut kv = vec![[vec![0; 32 * TOKEN_BYTES], vec![0; 32 * TOKEN_BYTES]]; 2];
+    let planes = kv.iter_mut().map(|[k, v]| Layer::kv(&mut k[..], &mut v[..]));
+    let (child, waited) = first.scope(|scope| {
+        let transfer = scope.get(0..32, 0, planes).expect("a transfer");
+        // SAFETY: the child drops its objects and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: a watchdog: the default action of the signal ends the child.
+            unsafe { libc::alarm(120) };
+        }
+        (child, transfer.wait().map(|_| ()).map_err(|error| error.status()))
+    });
+    if child == 0 {
+        let is_refused = waited == Err(Status::Forked)
+            && first.tokens().is_err_and(|error| error.status() == Status::Forked);
+        drop((first, ns));
+        // SAFETY: ends the child without handlers of the parent.
+        unsafe { libc::_exit(i32::from(!is_refused)) };
     }
+    assert_eq!(waited, Ok(()));
+    let mut status = 0;
+    // SAFETY: waits for the child from above.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    assert!(libc::WIFEXITED(status), "the child hung: {status:#x}");
+    assert_eq!(libc::WEXITSTATUS(status), 0, "the child was not refused");
+    assert_stored(&first, 32, 2);
 }
