@@ -51,6 +51,8 @@ _CACHE_CONTROL_S = {"5m": 300.0, "1h": 3600.0}
 _RETENTION_S: Dict[str, Optional[float]] = {"in_memory": None, "in-memory": None, "24h": 86400.0}
 #: Most breakpoints of a `cache_control` list; Anthropic allows 4.
 _MAX_BREAKPOINTS = 64
+#: Most fields of `"kvtier"`: each unknown one costs a search for the nearest name and a log line.
+_MAX_FIELDS = 32
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,8 @@ _FIELDS: Dict[str, Callable[[str, Any], Any]] = {
 def fields(given: Mapping[str, Any], unknown: Callable[[str], None]) -> Hints:
     """Reads the fields of `"kvtier"`. Raises `Malformed`; calls `unknown` with a text for fields
     that do not exist, which are ignored."""
+    if len(given) > _MAX_FIELDS:
+        raise Malformed(f"{len(given)} fields: give at most {_MAX_FIELDS}")
     found: Dict[str, Any] = {}
     for name, value in given.items():
         read = _FIELDS.get(name) if isinstance(name, str) else None
@@ -169,7 +173,8 @@ def fields(given: Mapping[str, Any], unknown: Callable[[str], None]) -> Hints:
 
 def _kvtier(value: Any, unknown: Callable[[str], None]) -> Hints:
     if not isinstance(value, Mapping):
-        raise Malformed(f"the value {_show(value)} is no mapping")
+        raise Malformed(f"the value is {_show(value)}: give an object with the fields "
+                        f"{', '.join(_FIELDS)}")
     return fields(value, unknown)
 
 

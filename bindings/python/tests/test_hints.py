@@ -77,6 +77,11 @@ def test_unknown_fields_are_named_and_the_others_count(caplog: pytest.LogCapture
     assert len(caplog.records) == 3 and all(len(one.getMessage()) < 300 for one in caplog.records)
 
 
+def test_many_unknown_fields_are_refused_with_one_message(caplog: pytest.LogCaptureFixture) -> None:
+    assert hints.parse({"kvtier": {f"x{n}": n for n in range(100_000)}}) == hints.NONE
+    assert len(caplog.records) == 1 and "100000 fields: give at most 32" in caplog.text
+
+
 def test_precedence_is_by_dialect() -> None:
     everything = {"kvtier": {"keep_s": 1, "session": "a", "priority": 2},
                   "kv_cache_ttl_seconds": 2, "cache_control": {"type": "ephemeral", "ttl": "1h"},
