@@ -11,8 +11,10 @@ Environment variables, read once:
 
 - `KVTIER_FRONT_BODY_BYTES`: longest body that is read, 32 MiB by default.
 - `KVTIER_FRONT_TENANT=key`: the tenant is a hash of the request's API key. A tenant that the client
-  names is replaced, so that no client spends the quota of another. Bodies that cannot be read are
-  refused then.
+  names is replaced, on other paths too, so that no client spends the quota of another. Bodies that
+  cannot be read are refused then. Only `--api-key` makes the key trustworthy.
+
+The middleware runs before vLLM's authentication: it reads the bodies of requests that vLLM refuses.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 #: The ends of the paths whose requests take `kv_transfer_params`.
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
-         "/inference/v1/generate")
+         "/inference/v1/generate", "/cohere/v2/chat", "/invocations")
 #: Headers that name a conversation, for clients that send no `prompt_cache_key`.
 SESSION_HEADERS = (b"x-session-id", b"session_id")
 #: The top-level fields of a body that are copied.
@@ -69,7 +71,8 @@ def _cache_control(body: Dict[str, Any]) -> List[Any]:
     return found
 
 
-def _header(scope: Scope, names: Tuple[bytes, ...]) -> Optional[bytes]:
+def _header(scope: Scope, *names: bytes) -> Optional[bytes]:
+    """The first header with one of the names that has a value."""
     for name, value in scope.get("headers", ()):
         if name.lower() in names and value:
             return bytes(value)
@@ -77,8 +80,12 @@ def _header(scope: Scope, names: Tuple[bytes, ...]) -> Optional[bytes]:
 
 
 def _tenant_of_key(scope: Scope) -> int:
-    """A tenant number of a request's API key; requests without one share a number."""
-    key = _header(scope, (b"authorization", b"x-api-key")) or b""
+    """A tenant number of a request's API key; requests without one share a number. The key is the
+    one that vLLM checks: `x-api-key` counts only without `Authorization`, and the case of "Bearer"
+    does not count."""
+    key = _header(scope, b"authorization") or _header(scope, b"x-api-key") or b""
+    scheme, blank, token = key.partition(b" ")
+    key = scheme.lower() + blank + token if blank else key
     return 1 + int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % (2**32 - 1)
 
 
@@ -92,7 +99,7 @@ def params_of(body: Dict[str, Any], scope: Scope, tenant_by_key: bool) -> Dict[s
     breakpoints = _cache_control(body)
     if breakpoints:
         params.setdefault("cache_control", breakpoints)
-    session = _header(scope, SESSION_HEADERS)
+    session = _header(scope, *SESSION_HEADERS)
     if session is not None:
         params.setdefault("prompt_cache_key", session.decode("latin-1"))
     if tenant_by_key:
@@ -102,9 +109,20 @@ def params_of(body: Dict[str, Any], scope: Scope, tenant_by_key: bool) -> Dict[s
     return params
 
 
+def _is_json(scope: Scope) -> bool:
+    """Whether vLLM reads a body as JSON. Without a content type, some of its paths do."""
+    kind = (_header(scope, b"content-type") or b"").lower()
+    return not kind or b"json" in kind
+
+
+def _takes_hints(scope: Scope) -> bool:
+    return str(scope.get("path", "")).rstrip("/").endswith(PATHS)
+
+
 def rewrite(data: bytes, scope: Scope, tenant_by_key: bool = False) -> bytes:
     """A body with its hints in `kv_transfer_params`; the same body if there is nothing to do.
-    Reads JSON as the engine does. Raises RecursionError for deeply nested bodies."""
+    Reads JSON as the engine does. Bodies of paths other than `PATHS` get no hints; a tenant that
+    they name is replaced. Raises RecursionError for deeply nested bodies."""
     try:
         text = data.decode(json.detect_encoding(data), "surrogatepass")
         body = json.loads(text)
@@ -113,6 +131,8 @@ def rewrite(data: bytes, scope: Scope, tenant_by_key: bool = False) -> bytes:
     given = body.get("kv_transfer_params") if isinstance(body, dict) else ""
     if given is not None and not isinstance(given, dict):
         return data  # the engine refuses it
+    if not _takes_hints(scope) and not (given and "kvtier" in given):
+        return data
     params = params_of(body, scope, tenant_by_key)
     if params == (given or {}):
         return data
@@ -136,8 +156,8 @@ class HintsMiddleware:
         self._tenant_by_key = tenant == "key"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (scope["type"] != "http" or scope.get("method") != "POST"
-                or not str(scope.get("path", "")).rstrip("/").endswith(PATHS)):
+        if scope["type"] != "http" or scope.get("method") != "POST" or not (
+                _takes_hints(scope) or self._tenant_by_key and _is_json(scope)):
             await self._app(scope, receive, send)
             return
         messages, body = await self._read(receive)
@@ -146,7 +166,8 @@ class HintsMiddleware:
             try:
                 new = rewrite(body, scope, self._tenant_by_key)
             except RecursionError:
-                refusal = "the body is nested too deeply"
+                refusal = ("the JSON of the body is nested too deeply to be read: send a flatter "
+                           "body")
         elif messages[-1]["type"] == "http.request":
             refusal = (f"the body has more than {self._most} bytes: send less, or raise "
                        "KVTIER_FRONT_BODY_BYTES")

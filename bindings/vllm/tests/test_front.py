@@ -73,7 +73,8 @@ def params(body: Any, **more: Any) -> Any:
 
 
 def test_openai_fields_reach_the_connector() -> None:
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/a/v1/responses"):
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/a/v1/responses",
+                 "/cohere/v2/chat", "/invocations"):
         assert params({"model": "m", "prompt": "p", "prompt_cache_retention": "24h",
                        "prompt_cache_key": "chat-17", "stream": True}, path=path, parts=3) == {
             "prompt_cache_retention": "24h", "prompt_cache_key": "chat-17"}
@@ -172,6 +173,31 @@ def test_the_tenant_is_that_of_the_api_key(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("KVTIER_FRONT_TENANT", "token")
     with pytest.raises(kvtier.InvalidError, match="client or key"):
         request(b"{}")
+
+
+def test_a_client_cannot_change_the_tenant_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTIER_FRONT_TENANT", "key")
+
+    def tenant(**headers: str) -> int:
+        return int(params({}, headers=headers)["kvtier"]["tenant"])
+
+    own = tenant(Authorization="Bearer a")
+    assert tenant(**{"x-api-key": "other", "authorization": "Bearer a"}) == own
+    assert tenant(**{"authorization": "bEARER a"}) == own, "vLLM ignores the case"
+    assert tenant(**{"x-api-key": "other"}) not in (own, tenant())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/v1/other", "/"])
+def test_a_tenant_is_replaced_on_every_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims = {"kv_transfer_params": {"kvtier": {"tenant": 5, "priority": 1}}, "a": 1}
+    assert params(claims, path=path) == claims["kv_transfer_params"]
+    monkeypatch.setenv("KVTIER_FRONT_TENANT", "key")
+    got = params(claims, path=path)["kvtier"]
+    assert got["tenant"] != 5 and got["priority"] == 1
+    assert params({"prompt_cache_key": "x"}, path=path) is None
+    speech = b"x" * 100
+    app, _ = request(speech, path=path, headers={"content-type": "multipart/form-data; boundary=x"})
+    assert app.body == speech
 
 
 def test_lifespan_and_websockets_are_passed_on() -> None:
