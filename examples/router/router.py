@@ -6,7 +6,7 @@
 
 `--engine` names the URL that requests are forwarded to, the address of the engine's KV events
 (vLLM's --kv-events-config, SGLang's --kv-events-config, or kvtier.events.Publisher), and the
-address of their replay socket. The router knows the blocks by the tokens in the events. With
+address of their replay socket. The router follows one such address per URL. It knows the blocks by the tokens in the events. With
 `--namespace` it takes the hashes in the events for kvtier's keys, and computes those of a prompt.
 It needs the packages pyzmq and msgspec.
 
@@ -30,6 +30,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -154,7 +155,7 @@ class View:
                 return
             self.media.setdefault(name, set()).add((event.get("medium"), event.get("group_idx")))
             part = tuple(tokens[at * size: (at + 1) * size]) if size else ()
-            if is_plain and part and name not in self._tokens:
+            if is_plain and 0 < size == len(part) and name not in self._tokens:
                 self._tokens[name] = parent, part
                 self._hashes[parent, part] = name
                 self._sizes[size] = self._sizes.get(size, 0) + 1
@@ -170,7 +171,8 @@ class View:
         del self.media[name]
         found = self._tokens.pop(name, None)
         if found:
-            self._hashes.pop(found, None)
+            if self._hashes.get(found) == name:  # else another block with these tokens
+                del self._hashes[found]
             size = len(found[1])
             self._sizes[size] -= 1
             if not self._sizes[size]:
@@ -260,7 +262,7 @@ class Subscriber:
         self._decode = msgspec.msgpack.decode
         self._context, self._replay = zmq.Context.instance(), replay
         self._seen = self._last = None  # numbers of the last message, and of the last applied batch
-        self.gaps = 0
+        self.gaps, self._replay_at = 0, 0.0
         self._sub = self._context.socket(zmq.SUB)
         self._sub.setsockopt(zmq.SUBSCRIBE, b"")
         try:
@@ -272,15 +274,30 @@ class Subscriber:
             raise SystemExit(f"cannot use {events} and {replay} of {node}: {error}") from None
 
     def run(self, stop):
-        """Follows the events until `stop` is set."""
+        """Follows the events until `stop` is set. An error costs the view, not the thread."""
         while not stop.is_set():
-            if self._replay and self._node in self._index.stale:
-                self._index.stale.discard(self._node)
-                if not self._start_again(stop):
-                    self._index.stale.add(self._node)
-            if self._sub.poll(200):
-                self.receive(stop)
+            try:
+                self._step(stop)
+            except Exception as error:
+                self._give_up(f"they cannot be followed: {error!r}")
+                stop.wait(1)
         self._sub.close(linger=0)
+
+    def _step(self, stop):
+        stale = self._index.stale
+        if self._replay and self._node in stale and time.monotonic() >= self._replay_at:
+            stale.discard(self._node)
+            if not self._start_again(stop):
+                stale.add(self._node)
+            # A replay may have a malformed batch, too.
+            self._replay_at = time.monotonic() + REPLAY_S if self._node in stale else 0.0
+        if self._sub.poll(200):
+            self.receive(stop)
+
+    def _give_up(self, what):
+        """Forgets the engine's blocks until a replay tells them again."""
+        self._complain(what)
+        self._index.forget(self._node)
 
     def receive(self, stop):
         """Reads one message."""
@@ -313,8 +330,9 @@ class Subscriber:
     def _apply(self, number, payload):
         try:
             self._index.apply(self._node, self._decode(payload))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            self._complain(f"the batch {number}: {error!r}")
+        except Exception as error:
+            # Without the rest of the batch the view may have blocks that the engine has evicted.
+            self._give_up(f"the batch {number} is malformed: {error!r}")
         self._last = number
 
     def _request_replay(self, start, stop):
@@ -331,7 +349,11 @@ class Subscriber:
                 if not socket.poll(REPLAY_S * 1000):
                     self._complain(f"no answer of {self._replay} within {REPLAY_S:g} s")
                     return False
-                *_, number, payload = socket.recv_multipart()
+                frames = socket.recv_multipart()
+                if len(frames) < 2:
+                    self._complain(f"an answer of {self._replay} has {len(frames)} frame")
+                    return False
+                number, payload = frames[-2:]
                 if not payload:
                     return True
                 number = int.from_bytes(number, "big")
@@ -433,7 +455,12 @@ class Handler(BaseHTTPRequestHandler):
         self._respond(200, json.dumps(self.server.index.chunk_counts()).encode())
 
     def do_POST(self):
-        length = int(self.headers.get("Content-Length") or 0)
+        given = self.headers.get("Content-Length") or "0"
+        try:
+            length = int(given)
+        except ValueError:
+            return self._respond(400, f"Content-Length is {given[:80]!r}: give the number of bytes "
+                                      "of the body".encode())
         if not 0 < length <= MAX_BODY_BYTES:
             return self._respond(413, f"the body has {length} bytes; 1 to {MAX_BODY_BYTES} are "
                                       "accepted".encode())
@@ -442,7 +469,7 @@ class Handler(BaseHTTPRequestHandler):
         while True:
             try:
                 node, chunks = self.server.index.choose(json.loads(body)["prompt"], tried)
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
                 return self._respond(400, f"`prompt` must be a list of tokens: {error}".encode())
             if node is None:
                 return self._respond(503, f"none of {len(tried)} engines answered; engines must "
@@ -450,14 +477,17 @@ class Handler(BaseHTTPRequestHandler):
             tried.append(node)
             self.server.index.count_request(node, 1)
             try:
-                return self._forward(node, chunks, body)
+                status, data = self._forward(node, body)
             except OSError as error:
                 print(f"{node} did not answer, trying another engine: {error}", file=sys.stderr)
                 self.server.index.forget(node)
+                continue
             finally:
                 self.server.index.count_request(node, -1)
+            return self._respond(status, data, {"X-Engine": node, "X-Chunks": str(chunks)})
 
-    def _forward(self, node, chunks, body):
+    def _forward(self, node, body):
+        """Returns the status and the body of an engine's answer. Raises OSError without one."""
         url = urllib.parse.urlsplit(node)
         engine = http.client.HTTPConnection(url.hostname, url.port, timeout=600)
         try:
@@ -468,15 +498,18 @@ class Handler(BaseHTTPRequestHandler):
             raise ConnectionError(error) from error
         finally:
             engine.close()
-        self._respond(response.status, data, {"X-Engine": node, "X-Chunks": str(chunks)})
+        return response.status, data
 
     def _respond(self, status, data, headers=()):
         self.send_response(status)
         for name, value in dict(headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        try:
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:  # the client hung up
+            self.close_connection = True
 
     def log_message(self, *_):
         pass
@@ -547,6 +580,8 @@ def main():
             namespace = json.load(file)
     if bool(opts.engine) == bool(opts.redis) or (opts.redis and not namespace):
         parser.error("give --engine for each engine, or --redis with --namespace")
+    if len(dict(opts.engine)) < len(opts.engine):
+        parser.error("two --engine have the same URL: give one events address for each")
     router = event_router(opts.listen, dict(opts.engine), namespace) if opts.engine else (
         redis_router(opts.listen, opts.redis, f"{opts.prefix}/events", namespace))
     print("http://%s:%d" % router.server_address[:2], flush=True)

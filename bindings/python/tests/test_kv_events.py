@@ -3,6 +3,8 @@
 import logging
 import os
 import random
+import socket
+import struct
 import sys
 import threading
 import time
@@ -377,6 +379,113 @@ def test_the_router_weighs_media():
     stored("disk", 20, 4, "STORAGE")
     assert index.choose([0, 0, 1, 1, 2, 2, 3, 3]) == ("disk", 4)
     assert index.choose([5, 5])[1] == 0
+
+
+def stored(name, parent=None, tokens=(1, 2), medium="CPU"):
+    return {"type": "BlockStored", "block_hashes": [name], "parent_block_hash": parent,
+            "token_ids": list(tokens), "block_size": 2, "lora_id": None, "medium": medium}
+
+
+def removed(name, medium="CPU"):
+    return {"type": "BlockRemoved", "block_hashes": [name], "medium": medium}
+
+
+def test_the_removal_of_a_block_leaves_another_with_its_tokens():
+    view = View()
+    view.apply([stored(1), stored(2), removed(1)])  # one prompt, two names
+    assert view.prefix_of_tokens([1, 2]) == [{("CPU", None)}]
+    view.apply([removed(2)])
+    assert view.prefix_of_tokens([1, 2]) == [] and not view._hashes and not view._sizes
+
+
+@pytest.mark.parametrize("events", [
+    b"\xc1", msgspec.msgpack.encode([0.0]), msgspec.msgpack.encode(7),
+    msgspec.msgpack.encode([0.0, [stored(2), {"type": "BlockRemoved"}, removed(1)], None]),
+    msgspec.msgpack.encode([0.0, [stored([2]), removed(1)], None]), b"\x91" * 100_000])
+def test_a_malformed_batch_costs_the_view_until_a_replay(events, places, capsys):
+    index = EventIndex({NODE: places})
+    index.stale.clear()
+    subscriber = Subscriber(index, NODE, *places)
+    subscriber._apply(1, msgspec.msgpack.encode([0.0, [stored(1)], None]))
+    assert index.chunk_counts() == {NODE: 1} and not index.stale
+    subscriber._apply(2, events)
+    assert index.chunk_counts() == {NODE: 0} and index.stale == {NODE}
+    assert "the batch 2 is malformed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["_apply", "receive"])
+def test_a_subscriber_recovers_by_a_replay(where, store, blocks, places, monkeypatch):
+    with Publisher(store, places[0], replay_endpoint=places[1]), Router(places) as router:
+        blocks.put([1, 2])
+        until("both are known", lambda: router.view() == resident(store))
+        until("it is connected", lambda: router.subscriber._seen is not None)
+        kept, failed = getattr(router.subscriber, where), []
+
+        def fails_once(*args):
+            if failed:
+                return kept(*args)
+            failed.append(1)
+            if where == "_apply":
+                return kept(args[0], b"\xc1")
+            raise ValueError("not enough values to unpack")
+
+        monkeypatch.setattr(router.subscriber, where, fails_once)
+        blocks.put([3])
+        until("the error happened", lambda: failed)
+        until("all is known again", lambda: len(router.view()) == 3 and not router.index.stale)
+        assert router.view() == resident(store)
+
+
+class Slow(Engine):
+    """An engine that answers when the client is gone."""
+
+    gone, asked = threading.Event(), 0
+
+    def do_POST(self):
+        Slow.asked += 1
+        Slow.gone.wait(HANG_S)
+        super().do_POST()
+
+
+def test_a_client_that_hangs_up_costs_no_view(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    name = serve(server)
+    router = event_router(("127.0.0.1", 0), {name: (f"ipc://{tmp_path}/events", None)})
+    serve(router)
+    try:
+        router.index.apply(name, [0.0, [stored(1)], None])
+        client = socket.create_connection(router.server_address[:2], timeout=HANG_S)
+        body = b'{"prompt": [1, 2]}'
+        client.sendall(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        until("the engine has the request", lambda: Slow.asked)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # a reset
+        Slow.gone.set()
+        until("the request has ended", lambda: router.index._requests == {name: 0})
+        assert request(router, [1, 2])[:3] == (200, name, "1")
+        assert router.index.chunk_counts() == {name: 1}
+    finally:
+        router.shutdown()
+        router.server_close()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(("length", "body", "status"), [
+    ("x", b"", 400), ("1e3", b"", 400), ("-5", b"", 413), (None, b"[" * 100_000, 400),
+    (None, b'{"prompt": ' + b"[" * 100_000, 400), (None, b"[1]", 400), (None, b"{}", 400)])
+def test_malformed_requests_are_answered_in_words(length, body, status, tmp_path):
+    router = event_router(("127.0.0.1", 0), {NODE: (f"ipc://{tmp_path}/events", None)})
+    serve(router)
+    try:
+        with socket.create_connection(router.server_address[:2], timeout=HANG_S) as client:
+            client.sendall(b"POST / HTTP/1.0\r\nContent-Length: %s\r\n\r\n" % (
+                length or str(len(body))).encode() + body)
+            answer = client.makefile("rb").read()
+        assert answer.startswith(b"HTTP/1.1 %d" % status), answer
+    finally:
+        router.shutdown()
+        router.server_close()
 
 
 def test_vllm_decodes_the_batches(store, blocks, places):
