@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, Iterator, List, Set
 
 import kvtier
 import pytest
 from harness import Server
+from kvtier_vllm.front import PATHS
 from test_stories import (  # noqa: F401: fixtures
     ANSWER_SECONDS,
     MODEL,
@@ -117,7 +118,23 @@ def server(log: Path, tmp_path: Path) -> Iterator[WithHints]:
     one.close()
 
 
+def unknown_paths(server: Server) -> Set[str]:
+    """The paths of vLLM whose bodies have `kv_transfer_params`, and that the middleware lacks."""
+    api = json.loads(server.send("GET", "/openapi.json")[1])
+    found = set()
+    for path, methods in api["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        name = content.get("application/json", {}).get("schema", {}).get("$ref", "")
+        schema = api["components"]["schemas"].get(name.rpartition("/")[2], {})
+        # Rendered prompts are computed by a later request.
+        if "kv_transfer_params" in schema.get("properties", {}) and not path.endswith("render"):
+            found.add(path)
+    assert "/v1/chat/completions" in found
+    return {path for path in found if not path.endswith(PATHS)}
+
+
 def test_hints_of_all_apis_reach_the_store_through_http(server: WithHints) -> None:
+    assert unknown_paths(server) == set()
     page = "A sentence that is repeated often, so that the prompt fills some blocks. " * 40
     pins, known = 0.0, {}  # type: float, Dict[str, Any]
 
