@@ -68,6 +68,8 @@ class Follower:
         self._followed = sum(1 << tier for tier in self._media)
         #: The chunks that are resident in followed tiers, by key.
         self.chunks: Dict[bytes, Chunk] = {}
+        #: Those of them that have a label.
+        self.named: Dict[bytes, Chunk] = {}
         #: Events that were lost because they were not read in time.
         self.missed = 0
         #: How often all that is resident was read.
@@ -75,7 +77,7 @@ class Follower:
         self._cursor = 0
         self._waiting: "OrderedDict[bytes, Any]" = OrderedDict()
         self._changes: List[Change] = []
-        self._snapshot: Optional[_Snapshot] = _Snapshot(store)
+        self._snapshot: Optional[_Snapshot] = _Snapshot(store, self._followed)
 
     @property
     def cursor(self) -> int:
@@ -93,40 +95,54 @@ class Follower:
             self._snapshot.thread.join()
 
     def poll(self, most: int = 4096) -> List[Change]:
-        """Returns the changes since the last call, of about `most` events. Never waits."""
+        """Returns the changes since the last call, of about `most` events. Never waits. After an
+        error `end` returns the changes that were not returned yet."""
+        self._read(most)
         changes, self._changes = self._changes, []
+        return changes
+
+    def _read(self, most: int) -> None:
         if self._snapshot is not None:
             if self._snapshot.thread.is_alive():
-                return changes
-            self._finish_snapshot(changes)
+                return
+            self._finish_snapshot()
         while most > 0:
             data, missed, self._cursor = self._store._events_raw(self._cursor, min(_PAGE, most))
             if missed:
                 self.missed += missed
-                self._snapshot = _Snapshot(self._store)
-                return changes
+                self._snapshot = _Snapshot(self._store, self._followed)
+                return
             if not data:
-                return changes
+                return
             for event in _EVENT.iter_unpack(data):
-                self._apply(event, changes)
+                self._apply(event)
             most -= len(data) // _EVENT.size
-        return changes
 
-    def _finish_snapshot(self, changes: List[Change]) -> None:
+    def _finish_snapshot(self) -> None:
+        """Replaces what is known. Looks at the chunks only whose changes are reported, since it
+        runs in the engine's step."""
         snapshot, self._snapshot = self._snapshot, None
         assert snapshot is not None
         if snapshot.error is not None:
             raise snapshot.error
         self.snapshots += 1
         self._cursor = snapshot.cursor
-        entries = snapshot.entries
-        for key in [key for key in self.chunks if key not in entries]:
-            self._set(key, self.chunks[key], 0, changes)
-        for key, (tiers, facts) in entries.items():
-            chunk = self.chunks.get(key) or Chunk(*facts)
-            self._set(key, chunk, tiers & self._followed, changes)
+        old, self.chunks = self.chunks, snapshot.chunks
+        if self._labelled:
+            keys = [*self.named, *(key for key in self._waiting if key in self.chunks)]
+        else:
+            keys = list({**old, **self.chunks})
+        for key in keys:
+            before, now = old.get(key), self.chunks.get(key)
+            chunk, tiers = now or before, now.tiers if now is not None else 0
+            assert chunk is not None
+            chunk.tiers = before.tiers if before is not None else 0
+            chunk.label = before.label if before is not None else None
+            if chunk.label is not None:
+                self.named[key] = chunk
+            self._set(key, chunk, tiers)
 
-    def _apply(self, event: Tuple[Any, ...], changes: List[Change]) -> None:
+    def _apply(self, event: Tuple[Any, ...]) -> None:
         _, _, kind, tier, tokens, position, key, parent, namespace = event
         if kind not in (_abi.KVT_STORE_EVENT_STORED, _abi.KVT_STORE_EVENT_REMOVED):
             return  # each chunk of a cleared namespace has its own event
@@ -135,22 +151,35 @@ class Follower:
         chunk = self.chunks.get(key)
         if kind == _abi.KVT_STORE_EVENT_STORED:
             chunk = chunk or Chunk(tokens, position, parent, namespace)
-            self._set(key, chunk, chunk.tiers | 1 << tier, changes)
+            self._set(key, chunk, chunk.tiers | 1 << tier)
         elif chunk is not None:
-            self._set(key, chunk, chunk.tiers & ~(1 << tier), changes)
+            self._set(key, chunk, chunk.tiers & ~(1 << tier))
 
-    def _set(self, key: bytes, chunk: Chunk, tiers: int, changes: List[Change]) -> None:
+    def _set(self, key: bytes, chunk: Chunk, tiers: int) -> None:
         """Changes the tiers of a chunk, and reports the media that this changes."""
         before, chunk.tiers = chunk.tiers, tiers
         if tiers and not before:
             self.chunks[key] = chunk
-            chunk.label = self._waiting.pop(key, chunk.label)
+            if key in self._waiting:
+                chunk.label = self._waiting.pop(key)
+                self.named[key] = chunk
         if before != tiers and (chunk.label is not None or not self._labelled):
             for medium, mask in self._medium_tiers.items():
                 if bool(before & mask) != bool(tiers & mask):
-                    changes.append(Change(bool(tiers & mask), medium, key, chunk.label, chunk))
+                    self._changes.append(
+                        Change(bool(tiers & mask), medium, key, chunk.label, chunk))
         if not tiers:
             self.chunks.pop(key, None)
+            if self.named.pop(key, None) is not None:
+                # It may be resident again by an event that is not read yet. A description that
+                # came before these events was of a chunk with this label, and changed nothing.
+                self._wait(key, chunk.label)
+
+    def _wait(self, key: bytes, label: Any) -> None:
+        self._waiting[key] = label
+        self._waiting.move_to_end(key)
+        if len(self._waiting) > _MAX_WAITING:
+            self._waiting.popitem(last=False)
 
     def media_of(self, chunk: Chunk) -> List[str]:
         """The media that have a chunk."""
@@ -163,22 +192,28 @@ class Follower:
             if chunk is not None and chunk.label == label:
                 continue
             if chunk is None:
-                self._waiting[key] = label
-                if len(self._waiting) > _MAX_WAITING:
-                    self._waiting.popitem(last=False)
+                self._wait(key, label)
                 continue
             if chunk.label is not None or not self._labelled:
                 self._report(False, key, chunk)
             chunk.label = label
+            self.named[key] = chunk
             self._report(True, key, chunk)
 
     def unlabel_all(self) -> None:
         """Removes all labels. The next `poll` reports the chunks that had one as removed."""
         self._waiting.clear()
-        for key, chunk in self.chunks.items():
-            if chunk.label is not None:
-                self._report(False, key, chunk)
-                chunk.label = None
+        named, self.named = self.named, {}
+        for key, chunk in named.items():
+            self._report(False, key, chunk)
+            chunk.label = None
+
+    def end(self) -> List[Change]:
+        """Removes all labels, and returns the changes that `poll` has not returned. A follower
+        that failed ends so: its chunks with labels are not reported as resident for ever."""
+        self.unlabel_all()
+        changes, self._changes = self._changes, []
+        return changes
 
     def _report(self, stored: bool, key: bytes, chunk: Chunk) -> None:
         self._changes += [Change(stored, medium, key, chunk.label, chunk)
@@ -186,13 +221,13 @@ class Follower:
 
 
 class _Snapshot:
-    """Reads all that is resident, in a thread."""
+    """Reads the chunks that are resident in followed tiers, in a thread."""
 
-    def __init__(self, store: "Store") -> None:
+    def __init__(self, store: "Store", followed: int) -> None:
         self.cursor = 0
-        self.entries: Dict[bytes, Tuple[int, Tuple[int, int, bytes, bytes]]] = {}
+        self.chunks: Dict[bytes, Chunk] = {}
         self.error: Optional[Error] = None
-        self._store = store
+        self._store, self._followed = store, followed
         self.thread = threading.Thread(target=self._read, name="kvtier-residents", daemon=True)
         self.thread.start()
 
@@ -203,8 +238,10 @@ class _Snapshot:
             for data in self._store._residents_raw(_PAGE):
                 for event in _EVENT.iter_unpack(data):
                     _, _, _, tier, tokens, position, key, parent, namespace = event
-                    tiers, facts = self.entries.get(key, (0, None))
-                    self.entries[key] = tiers | 1 << tier, facts or (
-                        tokens, position, parent, namespace)
+                    if self._followed >> tier & 1:
+                        chunk = self.chunks.get(key)
+                        if chunk is None:
+                            chunk = self.chunks[key] = Chunk(tokens, position, parent, namespace)
+                        chunk.tiers |= 1 << tier
         except Error as error:
             self.error = error

@@ -60,6 +60,11 @@ _BATCH = 1024
 #: Most requests for a replay that are answered before events are published again.
 _REPLAYS = 16
 _RETRY_S, _READING_S, _CLOSE_S = 1.0, 0.01, 60.0
+#: Most calls of `describe` that wait for the publisher's thread.
+_DESCRIPTIONS = 4096
+#: Fewest seconds from one batch of all that is resident to the next, since anybody can request it,
+#: and most seconds for which it is kept.
+_STATE_S, _STATE_KEPT_S = 1.0, 60.0
 
 Hash = Union[int, bytes]
 
@@ -149,8 +154,11 @@ class Publisher:
         # notice a restart.
         self._first = self._next = time.time_ns() // 1000
         self._counts = dict.fromkeys(("batches", "events", "missed", "snapshots", "replays",
-                                      "bad_requests"), 0)
-        self._described: Deque[Tuple[List[bytes], List[Block]]] = deque(maxlen=4096)
+                                      "bad_requests", "dropped_descriptions"), 0)
+        self._described: Deque[Tuple[List[bytes], List[Block]]] = deque()
+        #: The last batch of all that is resident for replays: its number, its time, the events
+        #: that were published before it, and its payload.
+        self._state: Optional[Tuple[int, float, int, bytes]] = None
         self._unbound: List[Tuple[Any, str]] = []
         self._pub = self._socket(self._zmq.PUB, "endpoint", endpoint, hwm)
         self._replay: Any = None
@@ -164,6 +172,7 @@ class Publisher:
             self._close_sockets()
             raise
         self._is_closing = False
+        self._wake_lock = threading.RLock()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._thread = threading.Thread(target=self._run, name="kvtier-events", daemon=True)
@@ -217,22 +226,26 @@ class Publisher:
 
     def stats(self) -> Dict[str, int]:
         """Counts since the start: batches and events published, events of the store that were
-        `missed`, `snapshots` of all that is resident, `replays`, and `bad_requests` for them."""
+        `missed`, `snapshots` of all that is resident, `replays`, `bad_requests` for them, and
+        `dropped_descriptions` of blocks, because the publisher's thread was too slow for them."""
         return dict(self._counts)
 
     def describe(self, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
         """Says what the engine calls chunks, and which tokens they have. Never waits. Describe
-        chunks when they are stored or found; a chunk that leaves all tiers is forgotten."""
+        chunks when they are stored or found. Of chunks in no tier the last 65,536 descriptions
+        are kept."""
         if len(keys) != len(blocks):
             raise _invalid(f"{len(keys)} keys for {len(blocks)} blocks: the numbers must be equal")
+        if len(self._described) >= _DESCRIPTIONS:
+            self._counts["dropped_descriptions"] += len(self._described.popleft()[0])
         self._described.append((list(keys), list(blocks)))
         self._wake()
 
     def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"\0")
-        except (BlockingIOError, OSError):  # it wakes anyway, or has ended
-            pass
+        # The lock keeps the pipe open: a number that is closed may be another file's by now.
+        with self._wake_lock, contextlib.suppress(BlockingIOError):  # it wakes anyway
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"\0")
 
     def close(self) -> None:
         """Publishes `AllBlocksCleared`, and ends the thread."""
@@ -263,8 +276,9 @@ class Publisher:
             finally:
                 self._queue.close()
                 self._close_sockets()
-                write, self._wake_write = self._wake_write, -1
-                os.close(write)
+                with self._wake_lock:
+                    write, self._wake_write = self._wake_write, -1
+                    os.close(write)
                 os.close(self._wake_read)
 
     def _close_sockets(self) -> None:
@@ -295,6 +309,8 @@ class Publisher:
                         self._answer_replays()
                 if self._queue.poll():
                     watch = None
+                if self._state is not None and time.monotonic() > self._state[1] + _STATE_KEPT_S:
+                    self._state = None
                 if self._unbound and time.monotonic() >= retry_at:
                     retry_at = time.monotonic() + _RETRY_S
                     self._bind_again()
@@ -335,9 +351,9 @@ class Publisher:
     def _all_stored(self) -> List[Dict[str, Any]]:
         """Events for all that is resident, the first chunks of sequences first."""
         follower = self._follower
-        chunks = sorted(follower.chunks.items(), key=lambda item: item[1].position)
+        found = follower.named if follower._labelled else follower.chunks
+        chunks = sorted(found.items(), key=lambda item: item[1].position)
         return [_stored(key, chunk, chunk.label, medium) for key, chunk in chunks
-                if chunk.label is not None or not follower._labelled
                 for medium in follower.media_of(chunk)]
 
     def _batch(self, events: List[Dict[str, Any]]) -> bytes:
@@ -380,17 +396,34 @@ class Publisher:
 
     def _answer_replay(self, client: bytes, start: int) -> None:
         """Sends the batches from a number on. If some of them are no longer kept, it sends what
-        they lead to, under the number of the last one."""
+        they lead to first, under the number of the last batch in it."""
         self._counts["replays"] += 1
-        oldest, last = self._buffer[0][0], self._buffer[-1][0]
-        batches: Iterable[Tuple[int, bytes]] = self._buffer
+        oldest = self._buffer[0][0]
         if start < oldest != self._first:
-            state = [] if self._follower.is_reading else self._all_stored()
-            batches = [(last, self._batch([_CLEARED, *state]))]
-        for number, payload in batches:
+            number, payload = self._all_in_one()
+            self._reply(client, self._topic, number.to_bytes(8, "big"), payload)
+            start = number + 1
+        for number, payload in self._buffer:
             if number >= start:
                 self._reply(client, self._topic, number.to_bytes(8, "big"), payload)
         self._reply(client, b"", _END, b"")
+
+    def _all_in_one(self) -> Tuple[int, bytes]:
+        """A batch of all that is resident, and its number. It is made anew once a second at most,
+        unless batches that follow the one before are no longer kept."""
+        now, events = time.monotonic(), self._counts["events"]
+        oldest, last = self._buffer[0][0], self._buffer[-1][0]
+        if self._follower.is_reading:
+            return last, self._batch([_CLEARED])
+        if self._state is not None:
+            number, made_at, events_before, payload = self._state
+            if events_before == events:
+                return last, payload
+            if number >= oldest - 1 and now < made_at + _STATE_S:
+                return number, payload
+        payload = self._batch([_CLEARED, *self._all_stored()])
+        self._state = last, now, events, payload
+        return last, payload
 
     def _reply(self, *frames: bytes) -> None:
         # A ROUTER drops messages for a peer that is gone or does not read.

@@ -15,6 +15,7 @@ import kvtier
 import kvtier.events
 import pytest
 from gate import HANG_S
+from kvtier import _residency
 from kvtier.events import Block, Publisher
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
@@ -227,13 +228,194 @@ def test_a_replay_from_before_the_kept_batches_is_all_that_is_resident(store, bl
         blocks.blocks.drop(blocks.names([0, 1]))
         until("the view is the store's",
               lambda: view_of(replay(places[1])) == resident(store))
+        until("the answer is of now", lambda: len(replay(places[1])) == 1)
         first = replay(places[1])
-        assert len(first) == 1, "one message, so that a reader that stops at its gap has all"
         newest = first[0][0]
         assert [number for number, _ in replay(places[1], newest)] == [newest]
         assert replay(places[1], newest + 1) == []
         assert len(replay(places[1], newest - 2)) == 3
         assert len(publisher._buffer) == 3
+
+
+def test_replays_of_all_that_is_resident_share_a_batch(store, blocks, places, monkeypatch):
+    """Anybody may request replays, and each would build all that is resident."""
+    monkeypatch.setattr(kvtier.events, "_STATE_S", 3600.0)
+    made = []
+    with Publisher(store, places[0], replay_endpoint=places[1], buffer_steps=8,
+                   heartbeat_s=3600) as publisher:
+        all_stored = publisher._all_stored
+        monkeypatch.setattr(publisher, "_all_stored", lambda: made.append(1) or all_stored())
+        for number in range(20):
+            blocks.put([number])
+            settled(publisher, store)
+        until("all is published", lambda: publisher.stats()["events"] >= 21)
+        made.clear()
+        first = replay(places[1])
+        for _ in range(10):
+            assert replay(places[1]) == first and len(made) == 1
+        blocks.put([20])
+        until("it is published", lambda: publisher.stats()["events"] >= 22)
+        again = replay(places[1])
+        assert again[:1] == first and len(made) == 1
+        assert [number for number, _ in again] == [first[0][0], first[0][0] + 1]
+        assert view_of(again) == resident(store)
+
+
+def test_descriptions_that_are_dropped_are_counted(store, blocks, places, monkeypatch):
+    monkeypatch.setattr(kvtier.events, "_DESCRIPTIONS", 1)
+    with Publisher(store, places[0], described=True) as publisher:
+        until("it follows", lambda: publisher.stats()["snapshots"] == 1)
+        entered, go = threading.Event(), threading.Event()
+        kept = publisher._follower.poll
+
+        def poll():
+            entered.set()
+            assert go.wait(HANG_S)
+            return kept()
+
+        monkeypatch.setattr(publisher._follower, "poll", poll)
+        assert entered.wait(HANG_S)
+        for number in range(4):
+            publisher.describe(blocks.keys([number]), [Block(number)])
+        assert publisher.stats()["dropped_descriptions"] == 3
+        go.set()
+
+
+def test_a_wake_after_the_end_writes_to_no_other_file(store, places):
+    publisher = Publisher(store, places[0])
+    publisher.close()
+    with open(os.devnull, "wb") as other:  # takes the number of the pipe, or a lower one
+        assert other.fileno() >= 0 and publisher._wake_write == -1
+        publisher.describe([], [])
+
+
+class Moves:
+    """A store's events for a `Follower`, which the test writes."""
+
+    def __init__(self):
+        self.events, self.resident, self.missed, self.error = [], [], 0, None
+
+    @staticmethod
+    def event(kind, number, tier=kvtier.TIER_HOST):
+        key = number.to_bytes(32, "big")
+        return _residency._EVENT.pack(0, 0, kind, tier, 16, number, key, key, key)
+
+    def stored(self, *numbers):
+        self.events += [self.event(kvtier.STORE_EVENT_STORED, number) for number in numbers]
+
+    def removed(self, *numbers):
+        self.events += [self.event(kvtier.STORE_EVENT_REMOVED, number) for number in numbers]
+
+    def _events_raw(self, cursor, most):
+        if self.error is not None:
+            raise self.error
+        end = len(self.events)
+        if cursor > end:
+            return b"", 0, end
+        missed, self.missed = self.missed, 0
+        found = self.events[cursor: cursor + most]
+        return b"".join(found), missed, cursor + len(found)
+
+    def _residents_raw(self, page):
+        yield b"".join(self.event(kvtier.STORE_EVENT_STORED, number) for number in self.resident)
+
+
+@pytest.fixture
+def moves():
+    return Moves()
+
+
+def followed(moves, *described):
+    follower = kvtier.events.Follower(moves, labelled=True)
+    follower.wait()
+    follower.poll()
+    follower.label([number.to_bytes(32, "big") for number in described], described)
+    return follower
+
+
+def changed(changes):
+    return [(change.stored, change.label) for change in changes]
+
+
+def test_a_description_survives_a_removal_that_was_not_read(moves):
+    moves.resident = [1]
+    follower = followed(moves, 1)
+    assert changed(follower.poll()) == [(True, 1)]
+    moves.removed(1)
+    moves.stored(1)
+    follower.label([(1).to_bytes(32, "big")], [1])  # its old residency is still what is known
+    assert changed(follower.poll()) == [(False, 1), (True, 1)]
+    assert follower.media_of(follower.named[(1).to_bytes(32, "big")]) == ["CPU"]
+
+
+def test_labels_of_chunks_that_are_gone_are_bounded(moves, monkeypatch):
+    monkeypatch.setattr(_residency, "_MAX_WAITING", 10)
+    moves.resident = list(range(100))
+    follower = followed(moves, *range(100))
+    moves.removed(*range(100))
+    follower.poll()
+    assert list(follower._waiting.values()) == list(range(90, 100)) and not follower.named
+
+
+def test_the_end_of_a_follower_retracts_what_it_has_reported(moves):
+    moves.resident = [1, 2, 3]
+    follower = followed(moves, 1, 2)
+    assert changed(follower.poll()) == [(True, 1), (True, 2)]
+    moves.removed(1)
+    kept = moves._events_raw
+
+    def fails_later(cursor, most):
+        if cursor == len(moves.events):
+            raise kvtier.ClosedError("it is closed", kvtier.abi.KVT_E_CLOSED, "KVT_E_CLOSED")
+        return kept(cursor, most)
+
+    moves._events_raw = fails_later
+    with pytest.raises(kvtier.ClosedError):
+        follower.poll()
+    assert changed(follower.end()) == [(False, 1), (False, 2)], "also what was read before"
+    assert follower.end() == []
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_lost_events_report_the_differences(moves, labelled):
+    chance = random.Random(3)
+    follower = kvtier.events.Follower(moves, labelled=labelled)
+    seen, now = set(), set()
+    for turn in range(50):
+        moves.resident = sorted(now)
+        if turn % 7 == 3:
+            moves.missed = 1
+        follower.wait()
+        for change in follower.poll() + (follower.wait() or follower.poll()):
+            assert change.stored == (change.key not in seen)
+            seen.symmetric_difference_update([change.key])
+        if labelled:
+            described = chance.sample(range(40), 20)
+            follower.label([number.to_bytes(32, "big") for number in described], described)
+        after = set(chance.sample(range(40), 20))
+        moves.removed(*(now - after))
+        moves.stored(*(after - now))
+        now = after
+    moves.resident = sorted(now)
+    for _ in range(3):
+        for change in follower.wait() or follower.poll():
+            seen.symmetric_difference_update([change.key])
+    expected = {number.to_bytes(32, "big") for number in now}
+    assert seen == ({key for key in expected if key in follower.named} if labelled else expected)
+    assert len(seen) > 10 and set(follower.chunks) == expected
+
+
+def test_a_snapshot_visits_only_described_chunks_in_the_engines_step(moves, monkeypatch):
+    moves.resident = list(range(1000))
+    visited = []
+    kept = kvtier.events.Follower._set
+    monkeypatch.setattr(kvtier.events.Follower, "_set",
+                        lambda self, key, *more: visited.append(key) or kept(self, key, *more))
+    follower = kvtier.events.Follower(moves, labelled=True)
+    follower.wait()
+    follower.label([(5).to_bytes(32, "big")], ["five"])
+    assert changed(follower.poll()) == [(True, "five")]
+    assert len(visited) == 1 and len(follower.chunks) == 1000
 
 
 def test_a_new_publisher_is_noticed(store, blocks, places):
