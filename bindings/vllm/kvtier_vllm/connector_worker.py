@@ -301,13 +301,14 @@ class Worker:
         if self._follower is None:
             return []
         try:
-            return [RankChange(self._shard[0], stored, medium, label)
-                    for stored, medium, _, label, _ in self._follower.poll()]
+            changes = self._follower.poll()
         except Error as error:
-            logger.warning("KV events end, because the store's events cannot be read; the engine "
-                           "goes on: %s", str(error))
-            self._follower = None
-            return []
+            logger.warning("KV events end, because the store's events cannot be read; blocks of "
+                           "the store are reported as removed, and the engine goes on: %s",
+                           str(error))
+            changes, self._follower = self._follower.end(), None
+        return [RankChange(self._shard[0], stored, medium, label)
+                for stored, medium, _, label, _ in changes]
 
     def _disable_store(self, request: str, error: Error) -> None:
         """Counts a request that continues without the store: the engine computes its KV."""

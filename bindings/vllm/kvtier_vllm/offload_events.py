@@ -42,10 +42,10 @@ class OffloadEvents:
         try:
             changes = self._follower.poll()
         except Error as error:
-            logger.warning("KV events end, because the store's events cannot be read; the engine "
-                           "goes on: %s", str(error))
-            self._follower = None
-            return events
+            logger.warning("KV events end, because the store's events cannot be read; blocks of "
+                           "the store are reported as removed, and the engine goes on: %s",
+                           str(error))
+            changes, self._follower = self._follower.end(), None
         for change in changes:
             if not events or events[-1].removed == change.stored:
                 events.append(OffloadingEvent(

@@ -5,8 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, List
 
+import kvtier
 import pytest
+from kvtier import _residency
+from kvtier.events import Follower
 from kvtier_vllm.connector_events import BlockLabel, KvEvents, RankChange
+from kvtier_vllm.connector_worker import Worker
 
 
 def stored(**fields: Any) -> Any:
@@ -60,3 +64,57 @@ def test_hashes_of_parts_of_blocks_switch_events_off_in_words(
     assert events.labels(request(9, [b"a", b"b", b"c", b"d"]), 0, 2) == []
     assert events.labels(request(9, [b"a", b"b"]), 0, 2) == []
     assert caplog.text.count("no KV events") == 1
+
+
+class Broken:
+    """A store whose events can be read until `error` is set."""
+
+    def __init__(self) -> None:
+        self.error: Any = None
+
+    def _events_raw(self, cursor: int, most: int) -> Any:
+        if self.error is not None:
+            raise self.error
+        return b"", 0, 0
+
+    def _residents_raw(self, page: int) -> Any:
+        for number in (1, 2):
+            key = number.to_bytes(32, "big")
+            yield _residency._EVENT.pack(0, 0, kvtier.STORE_EVENT_STORED, kvtier.TIER_HOST, 16, 0,
+                                         key, key, key)
+
+    def fail(self) -> None:
+        self.error = kvtier.ClosedError("closed", kvtier.abi.KVT_E_CLOSED, "KVT_E_CLOSED")
+
+
+KEYS = [number.to_bytes(32, "big") for number in (1, 2)]
+
+
+def test_a_worker_whose_events_fail_retracts_its_blocks_once(
+        caplog: pytest.LogCaptureFixture) -> None:
+    store: Any = Broken()
+    worker: Any = object.__new__(Worker)
+    worker._shard, worker._follower = (0, 1), Follower(store, labelled=True)
+    worker._follower.wait()
+    assert worker._changes() == []
+    worker._follower.label(KEYS, ["a", "b"])
+    stored = [RankChange(0, True, "CPU", label) for label in ("a", "b")]
+    assert worker._changes() == stored
+    store.fail()
+    assert worker._changes() == [change._replace(stored=False) for change in stored]
+    assert worker._changes() == [] and caplog.text.count("KV events end") == 1
+
+
+def test_offloaded_blocks_are_retracted_once_when_events_fail() -> None:
+    from kvtier_vllm.offload_events import OffloadEvents
+    from vllm.v1.kv_offload.base import Medium
+
+    store: Any = Broken()
+    events: Any = OffloadEvents(store, Medium.CPU)
+    events._follower.wait()
+    assert events.take() == []
+    events._follower.label(KEYS, ["a", "b"])
+    assert [(one.removed, one.keys) for one in events.take()] == [(False, ["a", "b"])]
+    store.fail()
+    assert [(one.removed, one.keys) for one in events.take()] == [(True, ["a", "b"])]
+    assert events.take() == []
