@@ -25,6 +25,9 @@ from .connector_meta import (
 from .connector_worker import Worker, local_worker
 from .settings import logger
 
+#: Most blocks of a long request that its KV events wait for; the rest follows at its end.
+_DESCRIBED_BLOCKS = 64
+
 
 @dataclass
 class _Request:
@@ -149,11 +152,20 @@ class Scheduler:
             tokens = list(request.all_token_ids[state.appended: end])
             self._next_meta.appended.append(AppendTokens(name, state.appended, tokens))
             state.appended = end
-        if self._events is not None and end // self._block > state.described:
-            labels = self._events.labels(request, state.described, end // self._block)
-            if labels:
-                self._next_meta.described.append(DescribeBlocks(name, state.described, labels))
-                state.described += len(labels)
+        # A worker computes the keys of all blocks before them, too.
+        self._describe(state, min(_DESCRIBED_BLOCKS, 1 + state.described // 16))
+
+    def _describe(self, state: _Request, least: int) -> None:
+        """Has the workers know a request's further blocks by vLLM's hashes, if there are `least`
+        of them."""
+        end = state.appended // self._block
+        if self._events is None or end < state.described + least:
+            return
+        labels = self._events.labels(state.request, state.described, end)
+        if labels:
+            self._next_meta.described.append(
+                DescribeBlocks(state.request.request_id, state.described, labels))
+            state.described += len(labels)
 
     def build_meta(self, output: Any) -> KvtierMetadata:
         """Builds the message to the workers for this step."""
@@ -277,6 +289,7 @@ class Scheduler:
             self._extend_session(state, state.saved)
         if not (state.opened or state.looked_up):
             return
+        self._describe(state, 1)
         stop = hint.stop or (_stop_reason(request) if self._hints else kvtier.STOP_UNKNOWN)
         self._next_meta.ended.append(EndRequest(
             name, stop, next_use_s, hint.done, hint.keep_s,

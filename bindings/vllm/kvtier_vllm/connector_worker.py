@@ -70,7 +70,7 @@ class Worker:
         self._has_events = events
         self._follower: Optional[Follower] = None
         #: The scopes and tokens of requests with sessions, for events.
-        self._told: Dict[str, Tuple[KvScope, "array[int]"]] = {}
+        self._described_tokens: Dict[str, Tuple[KvScope, "array[int]"]] = {}
         self._engine, self._settings, self._terms = engine, settings, terms
         self._model, self._shard, self._block = model, shard, block_tokens
         self.layerwise, self.process = layerwise, os.getpid()
@@ -217,7 +217,7 @@ class Worker:
         self._epoch = epoch
         if self._follower is not None:
             self._follower.unlabel_all()
-        self._told.clear()
+        self._described_tokens.clear()
         self._finish_saves()
         for op, _ in self._loading.values():
             op.wait()
@@ -262,7 +262,7 @@ class Worker:
                 continue
             self._media[opened.request] = opened.scope.media
             if self._follower is not None:
-                self._told[opened.request] = opened.scope, array("I")
+                self._described_tokens[opened.request] = opened.scope, array("I")
         for appended in meta.appended:
             session = self._sessions.get(appended.request)
             if session is None:
@@ -276,16 +276,16 @@ class Worker:
                 self._end(appended.request)
                 self._disable_store(appended.request, error)
                 continue
-            if appended.request in self._told:
-                self._told[appended.request][1].extend(appended.tokens)
+            if appended.request in self._described_tokens:
+                self._described_tokens[appended.request][1].extend(appended.tokens)
         for described in meta.described:
             self._describe(described)
 
     def _describe(self, described: DescribeBlocks) -> None:
         """Names blocks of a request, so that their residency is reported."""
-        if described.request not in self._told or self._follower is None:
+        if described.request not in self._described_tokens or self._follower is None:
             return
-        scope, tokens = self._told[described.request]
+        scope, tokens = self._described_tokens[described.request]
         end = (described.first + len(described.labels)) * self._block
         try:
             with self._namespace_lock:
@@ -471,7 +471,7 @@ class Worker:
              next_use_s: Optional[float] = None, done: bool = False) -> None:
         session = self._sessions.pop(request, None)
         self._media.pop(request, None)
-        self._told.pop(request, None)
+        self._described_tokens.pop(request, None)
         self._cancel_remote_lookup(request)
         self._pending_lookups.pop(request, None)
         self._lookup_results.pop(request, None)

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any, List
 
 import kvtier
+import mini
 import pytest
 from kvtier import _residency
 from kvtier.events import Follower
 from kvtier_vllm.connector_events import BlockLabel, KvEvents, RankChange
+from kvtier_vllm.connector_scheduler import Scheduler
 from kvtier_vllm.connector_worker import Worker
 
 
@@ -118,3 +120,22 @@ def test_offloaded_blocks_are_retracted_once_when_events_fail() -> None:
     store.fail()
     assert [(one.removed, one.keys) for one in events.take()] == [(True, ["a", "b"])]
     assert events.take() == []
+
+
+def test_blocks_of_a_long_request_are_described_in_batches() -> None:
+    """Each description computes the keys of all blocks before it, too."""
+    described = SimpleNamespace(labels=lambda request, first, end: list(range(first, end)))
+    scheduler = Scheduler("e", 16, layerwise=False, save_decode=True, use_hints=False,
+                          events=described)  # type: ignore[arg-type]
+    request: Any = mini.Request("r", range(20_000))
+    scheduler.on_new_request(request)
+    state = scheduler._requests["r"]
+    for end in range(16_000, 20_000):
+        scheduler._extend_session(state, end)
+    calls = scheduler._next_meta.described
+    assert (calls[0].first, len(calls[0].labels)) == (0, 1000), "the prompt's at once"
+    assert len(calls) == 1 + 249 // 63 and all(len(one.labels) >= 63 for one in calls)
+    scheduler.finished(request)
+    known = [at for one in calls for at in one.labels]
+    assert known == list(range(1249)), "the rest at its end"
+    scheduler.shutdown()
