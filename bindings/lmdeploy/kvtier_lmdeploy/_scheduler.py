@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
@@ -19,6 +20,8 @@ from ._capacity import INITIAL_BLOCKS, StoreCapacity
 from ._settings import Settings
 
 log = logging.getLogger("kvtier.lmdeploy")
+#: Most names of blocks that are known to be valid in the engine's own prefix cache.
+_MAX_VALID = 1 << 18
 
 
 @dataclass
@@ -42,8 +45,11 @@ class _Request:
     load_start: int = 0
     #: A load failed: the request computes its prefix.
     failed: bool = False
-    #: The weights changed during the request, so its KV is of both.
+    #: The weights changed during the request, so its KV is of both; or it began with KV that a
+    #: sleep or other weights have made invalid.
     stale: bool = False
+    #: Whether it has computed.
+    started: bool = False
 
 
 class SchedulerSide:
@@ -71,6 +77,10 @@ class SchedulerSide:
         self._sends_hints, self._lifetimes = settings.hints, settings.lifetimes
         self._adapters, self._nonce = dict(engine["adapters"]), str(engine["nonce"])
         self._keeps_weights, self._weights = settings.sleep_keeps_weights, ""
+        #: lmdeploy (0.18) keeps the index of its prefix cache when a sleep destroys the KV, and
+        #: when the weights change. These blocks were computed or loaded since then; None: all
+        #: blocks are valid.
+        self._valid: "Optional[OrderedDict[bytes, None]]" = None
 
     # Lookups and loads.
 
@@ -80,10 +90,7 @@ class SchedulerSide:
         if not self._loads_kv or _has_media(request):
             return 0, False
         number, each = int(request.seq_id), self._block_tokens
-        limit = request.clamp_prefix_cache_match_step(_versions.candidate_step(request))
-        limit = limit // each * each
-        # With MTP a block's rows also depend on the next token: recompute the last blocks.
-        overlap = max(0, request.prefix_cache.recompute_overlap.recompute_blocks) * each
+        limit, overlap = self._loadable(request)
         state = self._state_of(request)
         if (limit < each or computed >= limit - overlap or state.failed
                 or self._has_stale_kv(request)):
@@ -105,6 +112,13 @@ class SchedulerSide:
             return 0, False
         state.found_tokens = tokens
         return tokens - computed, True
+
+    def _loadable(self, request: Any) -> Tuple[int, int]:
+        """The tokens of a request that may be looked up, and how many of them are computed again:
+        with MTP a block's rows also depend on the next token."""
+        limit = request.clamp_prefix_cache_match_step(_versions.candidate_step(request))
+        overlap = max(0, request.prefix_cache.recompute_overlap.recompute_blocks)
+        return limit // self._block_tokens * self._block_tokens, overlap * self._block_tokens
 
     def blocks_allocated(self, request: Any, blocks: Sequence[int], tokens: int) -> None:
         """Queues a load into the `blocks` that the engine allocated for found `tokens`."""
@@ -158,7 +172,7 @@ class SchedulerSide:
                 continue
             state, end = self._state_of(request), int(tokens) // self._block_tokens
             first = state.next_save
-            if end <= first:
+            if not self._begins_valid(request, state, end) or end <= first:
                 continue
             if end > min(len(blocks), len(logical)):
                 raise RuntimeError(f"request {request.seq_id} has {tokens} tokens, but only "
@@ -172,6 +186,32 @@ class SchedulerSide:
             self._next_save += 1
             state.next_save = end
         return tuple(made)
+
+    def _begins_valid(self, request: Any, state: _Request, end: int) -> bool:
+        """Whether the KV that a request began with is valid. Notes its blocks up to `end` as valid
+        if so, except those that lmdeploy computes again although it has them."""
+        if self._valid is None:
+            return True
+        if not state.started:
+            state.started = True
+            reused = int(request.num_history_ids) // self._block_tokens
+            names = self._block_names(request, state, max(reused, end))[:reused]
+            if any(name not in self._valid for name in names):
+                state.stale = True
+                return False
+        limit, overlap = self._loadable(request)
+        usable = max(0, min(end, (limit - overlap) // self._block_tokens))
+        self._set_valid(self._block_names(request, state, usable))
+        return True
+
+    def _set_valid(self, names: Sequence[bytes]) -> None:
+        if self._valid is None:
+            return
+        for name in names:
+            self._valid[name] = None
+            self._valid.move_to_end(name)
+        while len(self._valid) > _MAX_VALID:
+            self._valid.popitem(last=False)
 
     def progress(self, output: Any) -> KVConnectorResult:
         """Handles transfers that completed on all workers, and returns the engine's result."""
@@ -208,6 +248,8 @@ class SchedulerSide:
         state = self._requests.get(number)
         success = blocks.isdisjoint(self._bad_blocks) and (state is None or not state.stale)
         self._bad_blocks -= blocks
+        if success:
+            self._set_valid(load.names)
         if state is not None:
             state.load = None
             # After a failure the request computes: another load could fail for ever.
@@ -250,8 +292,13 @@ class SchedulerSide:
         """Changes block names to those of the new weights, and marks running requests as stale."""
         if version != self._weights:
             self._weights = version
-            for state in self._requests.values():
-                state.stale = True
+            self._engine_kv_is_invalid()
+
+    def _engine_kv_is_invalid(self) -> None:
+        """KV in the engine's cache, which lmdeploy may still find, is of no use."""
+        self._valid = OrderedDict()
+        for state in self._requests.values():
+            state.stale = True
 
     def switch(self, tier: int, spec: str) -> None:
         """Sets a tier's policy from the next step on."""
@@ -285,6 +332,7 @@ class SchedulerSide:
         self._saves_ended(frozenset(self._saves))
         self._saves.clear()
         self._bad_blocks.clear()
+        self._engine_kv_is_invalid()
         if not self._keeps_weights:  # the engine may wake from its sleep with other weights
             self.set_weights(secrets.token_hex(16))
 

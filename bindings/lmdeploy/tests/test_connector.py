@@ -386,6 +386,37 @@ def test_drain_forgets_loads_in_progress(closing: Callable[[Any], Any]) -> None:
     assert loop.connector.get_num_new_matched_tokens(Request(3, range(65)), 0) == (64, True)
 
 
+@pytest.mark.parametrize("how", ["sleep", "sleep that keeps weights", "weights"])
+def test_kv_that_lmdeploy_finds_after_it_was_destroyed_is_not_saved(
+        how: str, closing: Callable[[Any], Any]) -> None:
+    """lmdeploy keeps the index of its prefix cache when a sleep destroys the KV."""
+    loop = Loop(closing, sleep_keeps_weights="keeps" in how)
+
+    def saved(number: int, tokens: Any, blocks: int, reused: int = 0) -> int:
+        """The blocks that are saved of a request that begins with `reused` blocks."""
+        request = Request(number, tokens)
+        loop.connector.on_new_request(request)
+        loop.connector.get_num_new_matched_tokens(request, reused * BLOCK)
+        request.num_history_ids = reused * BLOCK
+        meta = loop.save(request, range(blocks))
+        loop.connector.request_finished(request)
+        return sum(len(save.blocks) for save in meta.saves) if meta is not None else 0
+
+    text, other = list(range(100, 165)), list(range(500, 565))
+    assert saved(1, text, 4) == 4
+    if how == "weights":
+        loop.connector.set_weights("2")
+    else:
+        loop.connector.finish_transfers_after_worker_drain()
+    assert saved(2, text, 4, reused=2) == 0, "garbage"
+    assert saved(3, text[:32] + other, 6, reused=2) == 0, "computed from garbage"
+    assert saved(4, other, 4) == 4
+    assert saved(5, other + [7] * 32, 6, reused=4) == 2, "computed since then"
+    # One block, which lmdeploy computes again: it still has the old one.
+    assert saved(6, text[:16], 1) == 1
+    assert saved(7, text, 4, reused=1) == 0
+
+
 @pytest.mark.parametrize("extra, words", [
     ({}, "store has no size"), ({"host_bytes": -1}, "finite number"),
     ({"host_bytes": "8GiB"}, "finite number"), ({"hots": 1}, "unknown names hots"),
