@@ -180,7 +180,7 @@ _KV_EVENTS: Interfaces = {
     "vllm.v1.kv_cache_interface": {"get_kv_cache_spec_kind": Interface(calls={"": "spec, /"})},
     "vllm.v1.core.kv_cache_utils": {
         "maybe_convert_block_hash": Interface(calls={"": "hash, /"}),
-        "generate_block_hash_extra_keys": Interface(),
+        "generate_block_hash_extra_keys": Interface(calls={"": "request, start, end, mm, /"}),
         "to_event_extra_keys": Interface(calls={"": "extra_keys, /"}),
     },
 }
