@@ -8,13 +8,15 @@ few. A catalogue in the store lists them, so that a later process knows the kind
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
 import threading
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
+from lmcache.v1.memory_management import MemoryFormat
 
 import kvtier
 from kvtier import Blocks, Pool
@@ -85,12 +87,13 @@ def to_page(kind: Kind) -> bytes:
 
 
 def from_page(page: bytes) -> Optional[Kind]:
-    """The kind of a page; None if it is not valid."""
+    """The kind of a page; None if it is not valid, or has a format that this LMCache lacks."""
     try:
         shapes, dtypes, fmt = json.loads(page.rstrip(b"\0"))
         kind = Kind(tuple(tuple(int(side) for side in shape) for shape in shapes),
                     tuple(str(one) for one in dtypes), str(fmt))
-        valid = (0 < len(kind.shapes) == len(kind.dtypes) <= MAX_SHAPES
+        valid = (kind.fmt in MemoryFormat.__members__
+                 and 0 < len(kind.shapes) == len(kind.dtypes) <= MAX_SHAPES
                  and all(side > 0 for shape in kind.shapes for side in shape)
                  and 0 < kind.nbytes <= MAX_CHUNK_BYTES)
         return kind if valid else None
@@ -107,11 +110,12 @@ class Kinds:
         self._remote_lookup_s = remote_lookup_s
         self._lock = threading.Lock()
         self._open: Dict[Kind, Blocks] = {}
-        self._pages: Dict[int, Kind] = {}
+        self._pages: Set[int] = set()  # pages that this store or its remote has
+        self._listed: Set[Kind] = set()
         self._holds: List[kvtier.Hold] = []
         self._rejected: Dict[Kind, None] = {}
         self._catalogue = Blocks(store, self._identity({"catalogue": PAGE}), [PAGE])
-        self._read_catalogue()
+        self._read_pages(range(MAX_KINDS))
 
     def _identity(self, terms: Dict[str, Any]) -> kvtier.Identity:
         # LMCache's keys contain the model's name, so the identity does not.
@@ -183,34 +187,44 @@ class Kinds:
                 blocks.close()
             self._open, self._holds = {}, []
 
-    def _read_catalogue(self) -> None:
-        names = [_page_name(page) for page in range(MAX_KINDS)]
-        states = self._catalogue.exists(names, self._remote_lookup_s or None)
-        present = [at for at, state in enumerate(states) if state]
+    def _read_pages(self, pages: Iterable[int]) -> None:
+        """Adds the kinds that pages of the catalogue list."""
+        names = {page: _page_name(page) for page in pages}
+        states = self._catalogue.exists(list(names.values()), self._remote_lookup_s or None)
+        present = [page for page, state in zip(names, states) if state]
         if not present:
             return
         memory = bytearray(PAGE * len(present))
-        with self._catalogue.get([names[at] for at in present], Pool(memory, PAGE).at(
+        with self._catalogue.get([names[page] for page in present], Pool(memory, PAGE).at(
                 range(len(present))), timeout=CATALOGUE_WAIT_S) as op:
             op.wait()
             failed = set(op.failed())
         for at, page in enumerate(present):
-            kind = None if at in failed else from_page(bytes(memory[at * PAGE:(at + 1) * PAGE]))
-            if kind is not None and self._add(kind) is not None:
-                self._pages[page] = kind
+            if at in failed:
+                continue
+            self._pages.add(page)
+            kind = from_page(bytes(memory[at * PAGE:(at + 1) * PAGE]))
+            if kind is not None and (kind in self._open or self._add(kind) is not None):
+                self._listed.add(kind)
                 self._hold(page)
 
     def _write_page(self, kind: Kind) -> None:
-        """Lists a kind before its first chunk is stored."""
-        page = next((one for one in range(MAX_KINDS) if one not in self._pages), MAX_KINDS)
+        """Lists a kind before its first chunk is stored.
+
+        Processes that share a remote write one catalogue. So the page depends on the kind, and the
+        catalogue is read again first. One race remains: two processes that list kinds of one page
+        within the time for which the remote's answer "absent" is valid. The first one to write
+        wins, and later processes do not know the kind of the second one."""
         data = to_page(kind)
-        if page == MAX_KINDS or not data:
-            return
-        self._pages[page] = kind
         try:
+            self._read_pages([page for page in range(MAX_KINDS) if page not in self._pages])
+            page = next((one for one in _pages_of(data) if one not in self._pages), None)
+            if kind in self._listed or page is None or not data:
+                return
             memory = Pool(data, PAGE, writable=False)
             self._catalogue.put([_page_name(page)], memory.at([0]), level=self._level).result(
                 CATALOGUE_WAIT_S)
+            self._pages.add(page)
             self._hold(page)
         except kvtier.Error as error:
             log.warning("the store could not list a new kind of chunks, so another process may not "
@@ -219,6 +233,12 @@ class Kinds:
     def _hold(self, page: int) -> None:
         with contextlib.suppress(kvtier.Error):  # held pages are not evicted
             self._holds.append(self._catalogue.hold([_page_name(page)]))
+
+
+def _pages_of(data: bytes) -> List[int]:
+    """All pages, in the order in which the page `data` tries them."""
+    first = hashlib.sha256(data).digest()[0] % MAX_KINDS
+    return [(first + step) % MAX_KINDS for step in range(MAX_KINDS)]
 
 
 def _page_name(page: int) -> bytes:

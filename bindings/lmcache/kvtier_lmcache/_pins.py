@@ -6,11 +6,32 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Deque, Dict, List, Optional, Sequence
+from typing import Deque, Dict, List, NamedTuple, Optional, Sequence
 
 import kvtier
 
 log = logging.getLogger("kvtier_lmcache")
+
+
+class Held(NamedTuple):
+    """A hold, and the chunks that it was asked to hold."""
+
+    blocks: kvtier.Blocks
+    names: List[bytes]
+    hold: kvtier.Hold
+
+    def without(self, name: bytes) -> Held:
+        """Releases one chunk; the others stay held. Keeps the hold if that fails."""
+        if name not in self.names:
+            return self
+        rest = [one for one in self.names if one != name]
+        try:
+            held = Held(self.blocks, rest, self.blocks.hold(rest))
+        except kvtier.Error as error:
+            log.warning("a chunk stays pinned with its lookup: %s", error)
+            return self
+        self.hold.close()
+        return held
 
 
 class _Batch:
@@ -18,15 +39,20 @@ class _Batch:
 
     __slots__ = ("began", "holds", "left", "lookup")
 
-    def __init__(self, holds: Sequence[kvtier.Hold], count: int, lookup: Optional[str]) -> None:
+    def __init__(self, holds: Sequence[Held], count: int, lookup: Optional[str]) -> None:
         self.holds, self.left, self.lookup = holds, count, lookup
         self.began = time.monotonic()
 
     def end(self) -> None:
         """Releases the chunks."""
         self.left = 0
-        for hold in self.holds:
-            hold.close()
+        for held in self.holds:
+            held.hold.close()
+
+    def release(self, name: bytes) -> None:
+        """Ends a pin, and releases its chunk although the batch has other pins."""
+        self.left -= 1
+        self.holds = [held.without(name) for held in self.holds]
 
 
 class Pins:
@@ -39,7 +65,7 @@ class Pins:
         self._batches: Deque[_Batch] = deque()
         self._by_name: Dict[bytes, List[_Batch]] = {}
 
-    def add(self, holds: Sequence[kvtier.Hold], names: Sequence[bytes],
+    def add(self, holds: Sequence[Held], names: Sequence[bytes],
             lookup: Optional[str] = None) -> None:
         """Adds one pin for each name. `lookup` names the lookup, for `end_lookup`."""
         batch = _Batch(holds, len(names), lookup)
@@ -63,15 +89,18 @@ class Pins:
                              if (live := [batch for batch in batches if batch.left])}
 
     def remove(self, name: bytes, every: bool = False) -> bool:
-        """Ends one pin of a name, or every pin. Returns False if there is none."""
+        """Ends one pin of a name, or every pin. Returns False if there is none. `every` also
+        releases the name from holds of batches that have other pins."""
         with self._lock:
             batches = self._by_name.get(name, [])
             found = False
             while batches and (every or not found):
                 batch = batches.pop()
                 found = found or bool(batch.left)
-                if every or batch.left == 1:
+                if batch.left == 1:
                     batch.end()
+                elif batch.left and every:
+                    batch.release(name)
                 elif batch.left:
                     batch.left -= 1
             if not batches:

@@ -29,7 +29,7 @@ with _config.NEEDS.imports(_config.check_version):
     from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from ._chunks import Kind, Kinds, kind_of, name_of  # noqa: E402
-from ._pins import Pins  # noqa: E402
+from ._pins import Held, Pins  # noqa: E402
 from ._puts import Callback, Puts  # noqa: E402
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class KvtierBackend(StoragePluginInterface):  # type: ignore[misc]
 
     def _prefix(self, keys: Sequence[CacheEngineKey], pin: bool, lookup: Optional[str] = None
                 ) -> int:
-        """How many leading chunks are stored, and pinned if `pin` is set."""
+        """How many leading chunks are stored, and pinned if `pin` is set. A chunk that only the
+        remote has cannot be held: it counts, and a get fetches it."""
         names = [name_of(key) for key in keys]
         kinds = self._find(names)
         count = kinds.index(None) if None in kinds else len(kinds)
@@ -109,25 +110,27 @@ class KvtierBackend(StoragePluginInterface):  # type: ignore[misc]
 
     def _pin(self, names: Sequence[bytes], kinds: Sequence[Optional[Kind]],
              lookup: Optional[str]) -> int:
-        """Pins stored chunks, and returns how many leading chunks are pinned."""
-        held, holds = [False] * len(names), []
+        """Pins stored chunks, and returns how many leading chunks are still stored."""
+        stored, holds = [False] * len(names), []
         try:
             for kind, at in _by_kind(kinds).items():
                 blocks = self._kinds.of(kind)
                 if blocks is None:
                     continue
-                hold = blocks.hold([names[one] for one in at])
-                holds.append(hold)
-                for one, state in zip(at, hold.held):
-                    held[one] = bool(state)
+                wanted = [names[place] for place in at]
+                hold = blocks.hold(wanted)
+                holds.append(Held(blocks, wanted, hold))
+                found = hold.held if all(hold.held) else blocks.exists(wanted)
+                for place, states in zip(at, zip(hold.held, found)):
+                    stored[place] = any(states)
         except kvtier.Error as error:
             log.warning("%d chunks could not be pinned: %s", len(names), error)
-        count = held.index(False) if False in held else len(held)
+        count = stored.index(False) if False in stored else len(stored)
         if count:
             self._pins.add(holds, names[:count], lookup)
         else:
-            for hold in holds:
-                hold.close()
+            for one in holds:
+                one.hold.close()
         return count
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
@@ -213,13 +216,15 @@ class KvtierBackend(StoragePluginInterface):  # type: ignore[misc]
     def _get(self, kind: Kind, names: List[bytes], objects: List[Any]) -> Sequence[int]:
         """Loads chunks of one kind, and returns the positions of those that failed."""
         try:
-            blocks = self._kinds.of(kind)
-            if self._closed or self._memory_closed or blocks is None:
-                return range(len(names))
-            places = BlockAddresses([obj.data_ptr for obj in objects], kept=objects)
-            with self._puts.using_memory(), blocks.get(names, places) as op:
-                op.wait()
-                failed, error = op.failed(), op.error()
+            # First counted, then tested: memory that closes after the test waits for this get.
+            with self._puts.using_memory():
+                blocks = self._kinds.of(kind)
+                if self._closed or self._memory_closed or blocks is None:
+                    return range(len(names))
+                places = BlockAddresses([obj.data_ptr for obj in objects], kept=objects)
+                with blocks.get(names, places) as op:
+                    op.wait()
+                    failed, error = op.failed(), op.error()
         except kvtier.Error as raised:
             failed, error = list(range(len(names))), raised
         if failed:
@@ -247,7 +252,7 @@ class KvtierBackend(StoragePluginInterface):  # type: ignore[misc]
     def batched_remove(self, keys: List[CacheEngineKey], force: bool = True) -> int:
         """Removes chunks from all tiers, and returns their number. `force` ends their pins."""
         names = [name_of(key) for key in keys]
-        kinds = self._find(names)
+        kinds = self._find(names, remote=False)
         if force:
             for name in names:
                 self._pins.remove(name, every=True)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, List
 
 import pytest
 
@@ -18,10 +18,15 @@ for folder in (HERE.parent, HERE.parent.parent / "vllm", HERE, HERE / "engine"):
 
 from kvtier import _callbacks, _reaper  # noqa: E402
 
-# The tests in `engine` need LMCache, and run only if named.
-paths = [Path(argument.partition("::")[0]).resolve() for argument in sys.argv]
-if not any(HERE / "engine" in (path, *path.parents) for path in paths):
-    collect_ignore = ["engine"]
+collect_ignore: List[str] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The tests in `engine` need LMCache, and run only if named."""
+    paths = [(config.invocation_params.dir / argument.partition("::")[0]).resolve()
+             for argument in config.args]
+    if not any(HERE / "engine" in (path, *path.parents) for path in paths):
+        collect_ignore.append("engine")
 
 
 @pytest.fixture(autouse=True)

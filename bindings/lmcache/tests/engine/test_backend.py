@@ -174,6 +174,7 @@ def test_a_forced_removal_ends_the_pins(opened: Any, tmp_path: Any) -> None:
     assert site.manager.batched_contains(KEYS, pin=True)[0] == 8
     assert not site.backend.remove(KEYS[0], force=False)
     assert site.backend.remove(KEYS[0]) and not site.backend.contains(KEYS[0])
+    assert not site.backend.remove(KEYS[1], force=False)  # the others stay pinned
 
 
 def test_a_full_disk_evicts_without_an_error(
@@ -304,6 +305,36 @@ def test_closing_waits_for_puts_before_lmcaches_memory_is_freed(opened: Any, tmp
         for obj in objects:
             obj.ref_count_down()
         assert again.get(keys[first:first + 100]) == expected
+
+
+def test_a_get_does_not_use_memory_that_closed_meanwhile(
+        opened: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = opened(tmp_path)
+    site.put([1])
+    backend, count = site.backend, site.backend._puts.using_memory
+
+    def close_and_count() -> Any:
+        backend._close_local_cpu()
+        return count()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "_close_memory", lambda: None)
+        patched.setattr(backend._puts, "using_memory", close_and_count)
+        assert backend.get_blocking(key(1)) is None
+
+
+def test_a_format_that_lmcache_lacks_is_not_a_kind(opened: Any, tmp_path: Any) -> None:
+    site = opened(tmp_path)
+    kind = _chunks.Kind(((2, 4, 16, 128),), ("bfloat16",), "KV_2LTD")
+    assert _chunks.from_page(_chunks.to_page(kind)) == kind
+    assert _chunks.from_page(_chunks.to_page(kind._replace(fmt="KV_NEW"))) is None
+    # Its page stays, and a store with such a page works.
+    other = kind._replace(fmt="KV_NEW")
+    site.backend._kinds._write_page(other)
+    site.close()
+    again = opened(tmp_path)
+    content = again.put(range(4))
+    assert again.get(KEYS[:4]) == content and again.backend._kinds.known()[0][0].fmt == "KV_2LTD"
 
 
 def test_a_closed_backend_has_nothing_and_raises_nothing(opened: Any, tmp_path: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, List
 
 import pytest
+import torch
 from sites import config, key, metadata
 
 import kvtier
@@ -83,7 +84,7 @@ def test_a_damaged_chunk_is_a_miss_and_never_wrong(opened: Any, tmp_path: Any,
     found = hashes(site.get(keys))
     assert all(one in (given, "none") for one, given in zip(found, stored))
     assert "none" in found
-    # What was lost can be stored again.
+    # Lost chunks can be stored again.
     site.put(range(64))
     assert hashes(site.get(keys)) == stored and site.used_bytes == 0
 
@@ -139,5 +140,16 @@ def test_engines_share_a_remote(opened: Any, tmp_path: Any) -> None:
     content = one.put(range(8))
     two = opened(tmp_path / "b", spec=remote, level="remote")
     keys = [key(number) for number in range(9)]
-    assert two.manager.batched_contains(keys) == (8, {"kvtier": keys[:8]})
+    assert two.manager.batched_contains(keys, pin=True) == (8, {"kvtier": keys[:8]})
     assert two.get(keys) == [*content, None]
+    two.manager.batched_unpin(keys[:8])
+
+
+def test_engines_that_share_a_remote_list_different_kinds(opened: Any, tmp_path: Any) -> None:
+    """Both stores open before either lists a kind."""
+    remote = f'store(remote=dir(path="{tmp_path / "remote"}"))'
+    (tmp_path / "remote").mkdir()
+    one, two = [opened(tmp_path / name, spec=remote, level="remote") for name in "ab"]
+    content = [*one.put([0]), *two.put([1], shapes=[torch.Size([2, 4, 7, 128])])]
+    three = opened(tmp_path / "c", spec=remote, level="remote")
+    assert three.get([key(0), key(1)]) == content
