@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <thread>
 
 namespace {
 
@@ -36,6 +37,7 @@ public:
     std::vector<batch> batches;
     bool is_write = false;
     std::size_t count = 0;
+    bool release_failed = false;
     nixl_status_t status = NIXL_ERR_NOT_POSTED;
 
     bool advance() {
@@ -69,6 +71,9 @@ template <class Call> nixl_status_t guarded(const char *name, Call call) noexcep
     } catch (const std::exception &error) {
         NIXL_ERROR << name << ": " << error.what();
         return NIXL_ERR_BACKEND;
+    } catch (...) {
+        NIXL_ERROR << name << ": an exception of an unknown type";
+        return NIXL_ERR_BACKEND;
     }
 }
 
@@ -77,7 +82,7 @@ template <class Call> nixl_status_t guarded(const char *name, Call call) noexcep
 /// Checks one descriptor of a transfer, and returns its object.
 const object_key &checked(const nixlMetaDesc &local, const nixlMetaDesc &remote) {
     const auto *object = static_cast<const object_key *>(remote.metadataP);
-    if (object == nullptr) reject("an object of the transfer is not registered");
+    if (object == nullptr) reject("an object of the transfer is not registered: call register_memory(..., \"OBJ\") first");
     if (local.len != remote.len || local.len == 0)
         reject("object \"" + object->key + "\" has " + std::to_string(remote.len) +
                " bytes, its memory " + std::to_string(local.len) + ": give the same number, at least 1");
@@ -171,18 +176,24 @@ public:
         return guarded("checkXfer", [&] { return check(static_cast<request &>(*handle)); });
     }
 
-    /// Frees a request. One that runs is cancelled, and freed once its memory is the caller's.
+    /// Frees a request. A running request is cancelled, and freed when no transfer uses its memory. NIXL
+    /// drops a request with the second release, whatever the status, so that one waits without a limit.
     nixl_status_t releaseReqH(nixlBackendReqH *handle) const override {
         return guarded("releaseReqH", [&] {
             auto *of = static_cast<request *>(handle);
-            if (of->status == NIXL_IN_PROG) {
-                for (const batch &one : of->batches) one.cancel();
-                if (!kvt::detail::poll_until([of] { return of->advance(); }, release_wait)) {
-                    NIXL_ERROR << "a cancelled transfer still uses its memory after 30 s";
-                    return NIXL_ERR_REPOST_ACTIVE;
+            if (of->status == NIXL_IN_PROG && !of->release_failed) {
+                of->release_failed = true;
+                for (batch &one : of->batches) one.cancel();
+                const auto end = std::chrono::steady_clock::now() + release_wait;
+                while (!of->advance()) {
+                    if (std::chrono::steady_clock::now() >= end) {
+                        NIXL_ERROR << "a cancelled transfer still uses its memory after 30 s";
+                        return NIXL_ERR_REPOST_ACTIVE;
+                    }
+                    std::this_thread::sleep_for(std::chrono::milliseconds(1));
                 }
             }
-            delete of;
+            delete of; // waits for running ops
             return NIXL_SUCCESS;
         });
     }

@@ -159,26 +159,43 @@ std::shared_ptr<sized> objects::open(std::uint64_t bytes, bool is_head) {
     }
     auto made = std::make_shared<sized>();
     made->parts = split(bytes);
-    if (by_size_.size() >= max_sizes) close_one();
+    if (by_size_.size() >= max_sizes) (void)close_one();
     kvt::identity identity;
     identity.model = is_head ? "nixl head" : "nixl";
     if (!params_.weights.empty()) identity.weights = params_.weights;
     if (!params_.bucket.empty()) identity.salt = params_.bucket;
-    made->space =
-        shared_->store.open_namespace(identity, layout_of(made->parts), KVT_NAMESPACE_HOLES);
+    while (!made->space) {
+        try {
+            made->space =
+                shared_->store.open_namespace(identity, layout_of(made->parts), KVT_NAMESPACE_HOLES);
+        } catch (const kvt::exception &error) {
+            if (error.status() != KVT_E_LIMIT || !close_one()) throw;
+        }
+    }
     made->session = made->space.open_session();
     made->used = ++uses_;
     by_size_[{is_head, bytes}] = made;
     return made;
 }
 
-void objects::close_one() {
+std::shared_ptr<sized> objects::open_if_room(std::uint64_t bytes, bool is_head) {
+    try {
+        return open(bytes, is_head);
+    } catch (const kvt::exception &error) {
+        if (error.status() != KVT_E_LIMIT) throw;
+        return nullptr;
+    }
+}
+
+bool objects::close_one() {
     auto oldest = by_size_.end();
     for (auto at = by_size_.begin(); at != by_size_.end(); ++at)
         if (at->second.use_count() == 1 &&
             (oldest == by_size_.end() || at->second->used < oldest->second->used))
             oldest = at;
-    if (oldest != by_size_.end()) by_size_.erase(oldest);
+    if (oldest == by_size_.end()) return false;
+    by_size_.erase(oldest);
+    return true;
 }
 
 kvt::op objects::lookup(const sized &where, const names &which) const {
@@ -213,9 +230,10 @@ std::vector<std::uint8_t> objects::find(const sized &where, const names &which) 
     return where.space.blocks_exist(which.view());
 }
 
-/// What the heads of objects say; 0 for an object without a head.
+/// The sizes that the heads of objects record; 0 for an object without a head.
 std::vector<std::uint64_t> objects::head_values(const std::vector<std::string> &keys) {
-    const std::shared_ptr<sized> where = heads();
+    const std::shared_ptr<sized> where = open_if_room(head_bytes, true);
+    if (!where) return std::vector<std::uint64_t>(keys.size(), 0);
     names all;
     for (const std::string &key : keys) all.add(key);
     const std::vector<std::uint8_t> found = find(*where, all);
@@ -249,7 +267,9 @@ std::vector<std::uint64_t> objects::sizes(const std::vector<std::string> &keys) 
     for (const auto &[bytes, places] : by_size) {
         names which;
         for (const std::size_t at : places) which.add(keys[at]);
-        const std::vector<std::uint8_t> found = find(*of(bytes), which);
+        const std::shared_ptr<sized> where = open_if_room(bytes, false);
+        const std::vector<std::uint8_t> found =
+            where ? find(*where, which) : std::vector<std::uint8_t>(places.size(), 0);
         for (std::size_t at = 0; at < places.size(); at++)
             if (found[at] == 0) out[places[at]] = 0;
     }
@@ -269,6 +289,7 @@ void batch::start() {
     status_ = KVT_OK;
     message_.clear();
     failed_ = 0;
+    cancelled_ = false;
     op_ = kvt::op();
     step_ = !writes_ && store_->has_remote() ? step::lookup : step::copy;
     (void)advance();
@@ -276,8 +297,10 @@ void batch::start() {
 
 bool batch::advance() {
     const auto released = [this] { return (op_.info().state & KVT_OP_RELEASED) != 0; };
-    if (step_ == step::lookup) submit();
+    if (step_ == step::lookup && !cancelled_) submit();
     if (step_ == step::looking && released()) step_ = step::copy; // the answers are hints for the get
+    if (cancelled_ && (step_ == step::lookup || step_ == step::copy))
+        fail(KVT_E_CANCELLED, "the transfer was cancelled");
     if (step_ == step::copy) submit();
     if (step_ == step::copying && released()) take_result();
     return step_ == step::ended;
@@ -292,11 +315,15 @@ void batch::submit() {
         step_ = looks_up ? step::looking : step::copying;
     } catch (const kvt::exception &error) {
         if (error.status() == KVT_E_AGAIN) return; // too many transfers: the next call tries again
-        status_ = error.status();
-        message_ = error.what();
-        failed_ = names_.count();
-        step_ = step::ended;
+        fail(error.status(), error.what());
     }
+}
+
+void batch::fail(kvt_status_t status, const std::string &message) {
+    status_ = status;
+    message_ = message;
+    failed_ = names_.count();
+    step_ = step::ended;
 }
 
 void batch::take_result() {
@@ -312,7 +339,8 @@ void batch::take_result() {
     op_ = kvt::op();
 }
 
-void batch::cancel() const {
+void batch::cancel() {
+    cancelled_ = true;
     if (op_) op_.cancel();
 }
 

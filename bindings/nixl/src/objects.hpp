@@ -68,7 +68,8 @@ public:
     /// The objects of a size, which may be `head_bytes`: heads are in a namespace of their own.
     std::shared_ptr<sized> of(std::uint64_t bytes) { return open(bytes, false); }
     std::shared_ptr<sized> heads() { return open(head_bytes, true); }
-    /// The size of each object; 0 for one that is neither in the store nor at its remote.
+    /// The size of each object; 0 for one that is neither in the store nor at its remote, or whose
+    /// size has no namespace because running transfers use all of them.
     std::vector<std::uint64_t> sizes(const std::vector<std::string> &keys);
     /// Starts a lookup at the remote. Its answer need not be read: gets use it.
     kvt::op lookup(const sized &where, const names &which) const;
@@ -78,8 +79,11 @@ public:
 
 private:
     std::shared_ptr<sized> open(std::uint64_t bytes, bool is_head);
-    /// Closes the namespace that was used least recently, of those that nothing uses.
-    void close_one();
+    /// The same; null if running transfers use all layouts of the store.
+    std::shared_ptr<sized> open_if_room(std::uint64_t bytes, bool is_head);
+    /// Closes the namespace that was used least recently, of those that nothing uses. False if there
+    /// is none.
+    bool close_one();
     /// A byte per name, 0 if the object is missing, after a lookup at the remote.
     std::vector<std::uint8_t> find(const sized &where, const names &which) const;
     std::vector<std::uint64_t> head_values(const std::vector<std::string> &keys);
@@ -113,7 +117,8 @@ public:
     void start();
     /// Does what can be done now. True when the memory of the objects is the caller's again.
     bool advance();
-    void cancel() const;
+    /// Ends the batch early. `advance` still tells when.
+    void cancel();
     /// After the end: KVT_OK, or why it failed.
     kvt_status_t status() const { return status_; }
     const std::string &message() const { return message_; }
@@ -123,6 +128,7 @@ public:
 private:
     enum class step { lookup, looking, copy, copying, ended };
     void submit();
+    void fail(kvt_status_t status, const std::string &message);
     void take_result();
 
     std::shared_ptr<objects> store_;
@@ -132,6 +138,7 @@ private:
     std::vector<std::unique_ptr<std::array<std::uint8_t, head_bytes>>> heads_;
     std::vector<void *> pages_;
     step step_ = step::ended;
+    bool cancelled_ = false;
     kvt::op op_;
     kvt_status_t status_ = KVT_OK;
     std::string message_;

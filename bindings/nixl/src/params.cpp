@@ -1,6 +1,8 @@
 #include "params.hpp"
 
 #include <cctype>
+#include <charconv>
+#include <cstdint>
 #include <cstdlib>
 #include <stdexcept>
 
@@ -21,9 +23,10 @@ std::string value_of(const given_params &given, const std::string &name) {
 }
 
 std::chrono::nanoseconds seconds(const std::string &text) {
-    char *end = nullptr;
-    const double value = std::strtod(text.c_str(), &end);
-    if (*end != '\0' || !(value > 0 && value <= max_lookup_s))
+    double value = 0;
+    const char *end = text.data() + text.size();
+    const auto [at, error] = std::from_chars(text.data(), end, value); // in any locale
+    if (error != std::errc() || at != end || !(value > 0 && value <= max_lookup_s))
         throw std::invalid_argument("lookup_s=\"" + text + "\" is invalid: give seconds, above 0 and at "
                                     "most 3600");
     return std::chrono::nanoseconds(static_cast<std::int64_t>(value * 1e9));

@@ -10,7 +10,7 @@
 
 namespace kvtier_nixl {
 
-/// What `create_backend` gives.
+/// The parameters that `create_backend` passes.
 using given_params = std::unordered_map<std::string, std::string>;
 
 struct params {

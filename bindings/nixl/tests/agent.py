@@ -71,13 +71,18 @@ class Agent:
             self.end()
 
     def abandon(self, kind: str, keys: List[str], sizes: List[int]) -> Any:
-        """Releases a transfer that has just been posted. The memory is free afterwards."""
+        """Releases a transfer that has just been posted, and then clears its memory."""
         self.prepare(kind, keys, sizes)
         state = self.agent.transfer(self.handle)
         self.end()
-        for one in self.memory:
+        self.abandoned = self.memory
+        for one in self.abandoned:
             one.fill(0)
         return str(state)
+
+    def abandoned_is_zero(self) -> bool:
+        """Whether nothing has written to the memory of the abandoned transfer."""
+        return not any(one.any() for one in self.abandoned)
 
     def refused(self, **what: Any) -> Any:
         self.prepare(**what)

@@ -223,6 +223,19 @@ def test_many_sizes_one_after_the_other(log: Path, shared: Path) -> None:
     assert "64 layouts, the limit" in log.read_text()
 
 
+def test_objects_without_room_for_their_size_are_missing(log: Path, shared: Path) -> None:
+    """Transfers that are not released use all but one of the 64 layouts of the store, then all."""
+    agent = Agent(log, dir_store(shared))
+    agent.write()
+    for count, expected in ((63, SIZES), (64, [0] * len(SIZES))):
+        many = list(range(1000, 1000 + count))
+        agent.call("prepare", kind="READ", keys=[f"n{at}" for at in many], sizes=many)
+        assert agent.sizes() == expected
+        agent.call("end")
+        assert agent.sizes() == SIZES
+    agent.close()
+
+
 def test_agents_of_one_process_share_a_store(log: Path, tmp_path: Path) -> None:
     """A disk directory could not be opened twice. Buckets stay separate."""
     spec = f'store(host=64MiB, disk=disk(path="{tmp_path}/d", bytes=64MiB))'
@@ -310,6 +323,7 @@ def test_it_stands_for_the_object_plugin(log: Path, shared: Path) -> None:
     ({"spec": "store", "level": "far"}, 'level="far" is unknown: use ram'),
     ({"spec": "store", "level": "remote"}, 'level="remote" needs a store that writes to a remote'),
     ({"spec": "store", "level": "durable"}, 'level="durable" needs a store with a disk'),
+    ({"spec": "store", "lookup_s": "1,5"}, 'lookup_s="1,5" is invalid: give seconds'),
     ({"spec": "store", "lookup_s": "soon"}, 'lookup_s="soon" is invalid: give seconds'),
     ({"spec": 'store(remote=dir(path="/nowhere/at/all"))'}, "/nowhere/at/all"),
 ])
@@ -338,8 +352,27 @@ def test_a_transfer_may_be_released_while_it_runs(log: Path, shared: Path) -> No
     agent.call("abandon", kind="WRITE", keys=keys, sizes=[8 << 20] * 16)
     assert agent.write()["states"] == ["DONE"]
     agent.call("abandon", kind="READ", keys=KEYS, sizes=SIZES)
-    assert agent.read()["sums"] == sums()
+    assert agent.read()["sums"] == sums() and agent.call("abandoned_is_zero")
     agent.close()
+    for _ in range(8):  # from the remote
+        agent = Agent(log, dir_store(shared))
+        agent.call("abandon", kind="READ", keys=KEYS, sizes=SIZES)
+        assert agent.read()["sums"] == sums() and agent.call("abandoned_is_zero")
+        agent.close()
+
+
+def test_a_released_read_ends_in_its_remote_lookup(log: Path, redis: Redis) -> None:
+    """The server does not answer. The release neither waits for it nor starts the copy."""
+    params = {"spec": f"store(host=128MiB, remote={redis.remote})", "lookup_s": "600"}
+    writer, reader = Agent(log, params), Agent(log, params)
+    writer.write(KEYS[:4], SIZES[:4])
+    writer.close()
+    redis.process.send_signal(signal.SIGSTOP)
+    assert reader.call("abandon", kind="READ", keys=KEYS[:4], sizes=SIZES[:4]) == "PROC"
+    redis.process.send_signal(signal.SIGCONT)
+    assert reader.read(KEYS[:4], SIZES[:4])["sums"] == sums(KEYS[:4], SIZES[:4])
+    assert reader.call("abandoned_is_zero")
+    reader.close()
 
 
 def test_a_dead_server_is_an_error_and_the_agent_goes_on(log: Path, redis: Redis) -> None:
