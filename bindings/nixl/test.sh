@@ -6,7 +6,7 @@
 # PREBUILT has lib/libkvtier.a or .so (see cmake/build.sh). WORK gets a virtual environment with NIXL's wheel and
 # numpy (200 MB), NIXL's source tree, whose headers the wheel lacks, and the build. KVTIER_NIXL_SOURCE names
 # a source tree that is there already, KVTIER_NIXL_PYTHON an interpreter that has NIXL, numpy and pytest.
-# --bench also measures the plugin beside NIXL's POSIX plugin. What cannot run prints SKIP and the reason.
+# --bench also measures the plugin beside NIXL's POSIX plugin. A part that cannot run prints SKIP and the reason.
 set -uo pipefail
 prebuilt=${1:?usage: test.sh PREBUILT WORK [--bench]}
 work=${2:?usage: test.sh PREBUILT WORK [--bench]}
@@ -21,20 +21,35 @@ for tool in cmake c++; do
     command -v $tool >/dev/null || { echo "SKIP: the plugin needs $tool"; exit; }
 done
 source=${KVTIER_NIXL_SOURCE:-$work/source}
-if [ ! -d "$source" ] && ! git clone -q --depth 1 --branch $tag https://github.com/ai-dynamo/nixl "$source"; then
-    echo "SKIP: NIXL's source tree cannot be had: set KVTIER_NIXL_SOURCE"
-    exit
+if [ -n "${KVTIER_NIXL_SOURCE:-}" ]; then
+    if [ ! -f "$source/src/api/cpp/backend/backend_plugin.h" ]; then
+        echo "KVTIER_NIXL_SOURCE=$source has no src/api/cpp/backend/backend_plugin.h: give a source tree of NIXL 1.4 or later" >&2
+        exit 1
+    fi
+elif [ ! -f "$source/src/api/cpp/backend/backend_plugin.h" ]; then
+    rm -rf "$source" # an interrupted clone
+    if ! git clone -q --depth 1 --branch $tag https://github.com/ai-dynamo/nixl "$source"; then
+        echo "SKIP: NIXL's source tree cannot be had: set KVTIER_NIXL_SOURCE"
+        exit
+    fi
 fi
 python=${KVTIER_NIXL_PYTHON:-$work/venv/bin/python}
-if [ ! -x "$python" ] && ! { "${PYTHON:-python3}" -m venv "$work/venv" &&
-    "$work/venv/bin/pip" install -q --disable-pip-version-check numpy pytest &&
-    "$work/venv/bin/pip" install -q --disable-pip-version-check --no-deps nixl==$wheel nixl-cu12==$wheel; }; then
-    echo "SKIP: pip cannot install NIXL $wheel"
-    exit
-fi
-if ! "$python" -c 'import nixl._api' 2>"$work/import.log"; then
-    echo "SKIP: NIXL cannot be imported: $(tail -n 1 "$work/import.log")"
-    exit
+usable() { "$python" -c 'import nixl._api, numpy, pytest' 2>"$work/import.log"; }
+if ! usable; then
+    if [ -n "${KVTIER_NIXL_PYTHON:-}" ]; then
+        echo "KVTIER_NIXL_PYTHON=$python cannot import nixl, numpy and pytest: $(tail -n 1 "$work/import.log")" >&2
+        exit 1
+    fi
+    pip() { "$python" -m pip install -q --disable-pip-version-check "$@"; }
+    if ! { "$python" -m pip --version >/dev/null 2>&1 || "${PYTHON:-python3}" -m venv --clear "$work/venv"; } ||
+        ! pip numpy pytest || ! pip --no-deps nixl==$wheel nixl-cu12==$wheel; then
+        echo "SKIP: pip cannot install NIXL $wheel"
+        exit
+    fi
+    if ! usable; then
+        echo "SKIP: NIXL cannot be imported: $(tail -n 1 "$work/import.log")"
+        exit
+    fi
 fi
 
 cmake -S "$here" -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DKVTIER_NIXL_SOURCE="$source" \
