@@ -23,7 +23,7 @@ done
 source=${KVTIER_NIXL_SOURCE:-$work/source}
 if [ -n "${KVTIER_NIXL_SOURCE:-}" ]; then
     if [ ! -f "$source/src/api/cpp/backend/backend_plugin.h" ]; then
-        echo "KVTIER_NIXL_SOURCE=$source has no src/api/cpp/backend/backend_plugin.h: give a source tree of NIXL 1.4 or later" >&2
+        echo "KVTIER_NIXL_SOURCE=$source has no src/api/cpp/backend/backend_plugin.h: give NIXL's source tree, 1.4 or later" >&2
         exit 1
     fi
 elif [ ! -f "$source/src/api/cpp/backend/backend_plugin.h" ]; then

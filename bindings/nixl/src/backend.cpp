@@ -82,7 +82,8 @@ template <class Call> nixl_status_t guarded(const char *name, Call call) noexcep
 /// Checks one descriptor of a transfer, and returns its object.
 const object_key &checked(const nixlMetaDesc &local, const nixlMetaDesc &remote) {
     const auto *object = static_cast<const object_key *>(remote.metadataP);
-    if (object == nullptr) reject("an object of the transfer is not registered: call register_memory(..., \"OBJ\") first");
+    if (object == nullptr)
+        reject("an object of the transfer is not registered: call register_memory(..., \"OBJ\") first");
     if (local.len != remote.len || local.len == 0)
         reject("object \"" + object->key + "\" has " + std::to_string(remote.len) +
                " bytes, its memory " + std::to_string(local.len) + ": give the same number, at least 1");
