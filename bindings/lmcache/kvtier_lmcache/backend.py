@@ -250,7 +250,8 @@ class KvtierBackend(StoragePluginInterface):  # type: ignore[misc]
         return self.batched_remove([key], force) == 1
 
     def batched_remove(self, keys: List[CacheEngineKey], force: bool = True) -> int:
-        """Removes chunks from all tiers, and returns their number. `force` ends their pins."""
+        """Removes chunks of the store from all tiers, and returns their number. A chunk that only
+        the remote has is no chunk of the store. `force` ends their pins."""
         names = [name_of(key) for key in keys]
         kinds = self._find(names, remote=False)
         if force:
