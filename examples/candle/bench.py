@@ -4,7 +4,7 @@
     bench.py --program PROGRAM --model DIR [--disk DIR] [--tokens N] [--pairs N]
 
 PROGRAM is target/release/kvtier-candle. Each pair is one process without a store, and one with it
-whose KV an earlier process has kept. Prints a line of JSON for each run, and the medians.
+whose KV an earlier process has stored. Prints a line of JSON for each run, and the medians.
 """
 
 import argparse

@@ -37,7 +37,7 @@ impl KvCache {
         self.tokens
     }
 
-    /// Keeps or adds tokens: their KV is there.
+    /// Sets the number of tokens: their KV is in the cache.
     pub fn set_tokens(&mut self, tokens: usize) {
         self.tokens = tokens;
     }
@@ -81,7 +81,7 @@ impl KvCache {
         Ok(session.put(tokens.start as u64..tokens.end as u64, 0, layers, level)?.tokens)
     }
 
-    /// Loads the KV of the first tokens; returns how many have come without a gap.
+    /// Loads the KV of the first tokens; returns how many arrived without a gap.
     pub fn get(&mut self, session: &Session, tokens: usize) -> anyhow::Result<u64> {
         let load = Load { session, tokens, planes: self.planes(0)?, got: RefCell::new(Ok(0)) };
         // candle gives out its memory for writing to operations only.
@@ -126,7 +126,9 @@ impl InplaceOp1 for Load<'_> {
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, _layout: &TensorLayout) -> Result<()> {
-        let CpuStorage::F32(numbers) = storage else { bail!("the cache has other numbers") };
+        let CpuStorage::F32(numbers) = storage else {
+            bail!("the cache is not f32: create it with DType::F32")
+        };
         let Planes { strides, bytes, skip } = self.planes;
         let all: &mut [u8] = bytemuck::cast_slice_mut(numbers);
         let layers = all.chunks_exact_mut(2 * bytes).map(|layer| {

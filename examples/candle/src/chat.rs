@@ -1,4 +1,4 @@
-//! The engine: restores the KV of a prompt, computes the rest, generates, and keeps the KV.
+//! The engine: restores the KV of a prompt, computes the rest, generates, and stores the KV.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,22 +10,22 @@ use kvtier::api::{Identity, Level, Namespace, Session, Store};
 use crate::cache::KvCache;
 use crate::llama::{Config, Llama, greedy};
 
-/// Tokens of a chunk, the unit in which KV is kept. Prompts are computed in blocks that end at its
+/// Tokens of a chunk, the unit in which KV is stored. Prompts are computed in blocks that end at its
 /// multiples. Each block then has the same shape with and without a store, and so exactly the same
 /// numbers.
 pub const CHUNK: usize = 128;
 
 /// A store, opened for one model.
-pub struct Kept {
+pub struct KvStore {
     store: Store,
     space: Namespace,
-    /// What a put waits for.
+    /// The level that a put waits for.
     level: Level,
 }
 
-impl Kept {
+impl KvStore {
     /// Opens the store in a folder. `digest` tells the model from others.
-    pub fn open(folder: &Path, config: &Config, digest: &[u8], level: Level) -> Result<Kept> {
+    pub fn open(folder: &Path, config: &Config, digest: &[u8], level: Level) -> Result<KvStore> {
         let path = serde_json::to_string(folder)?; // in quotes, as specs have it
         let spec = format!("store(host=1GiB, disk=disk(path={path}, bytes=8GiB))");
         let store = Store::open(&spec)?;
@@ -37,7 +37,7 @@ impl Kept {
             ..Identity::default()
         };
         let space = store.namespace(&model, &KvCache::store_layout(config, CHUNK)?)?;
-        Ok(Kept { store, space, level })
+        Ok(KvStore { store, space, level })
     }
 
     /// Writes what is in memory only.
@@ -46,7 +46,7 @@ impl Kept {
     }
 }
 
-/// What a run did, and how long it took.
+/// The results and times of a run.
 #[derive(Debug)]
 pub struct Run {
     pub prompt_tokens: usize,
@@ -62,20 +62,20 @@ pub struct Run {
     pub tokens: Vec<u32>,
 }
 
-/// Continues a prompt by at most `most` tokens. `seen` is called for each token, and `kept` when the
-/// KV of the prompt is kept.
+/// Continues a prompt by at most `most` tokens. Calls `on_token` for each token, and `on_stored` with
+/// the number of stored tokens when the KV of the prompt is stored.
 pub fn run(
     model: &Llama,
-    kept: Option<&Kept>,
+    store: Option<&KvStore>,
     prompt: &[u32],
     most: usize,
-    mut seen: impl FnMut(u32),
-    kept_prompt: impl FnOnce(usize),
+    mut on_token: impl FnMut(u32),
+    on_stored: impl FnOnce(usize),
 ) -> Result<Run> {
     let Some(last) = prompt.len().checked_sub(1) else { bail!("the prompt is empty") };
     let began = Instant::now();
     let mut cache = KvCache::new(&model.config, prompt.len() + most)?;
-    let mut session = kept.map(|kept| kept.space.session()).transpose()?;
+    let mut session = store.map(|store| store.space.session()).transpose()?;
     if let Some(session) = &mut session {
         session.append(prompt)?;
         restore(session, &mut cache, last)?;
@@ -84,20 +84,20 @@ pub fn run(
     let logits = prefill(model, &mut cache, prompt)?;
     let mut token = greedy(&logits)?;
     let first_token = began.elapsed();
-    seen(token);
-    let mut keep = Keep { kept, session, tokens: restored_tokens };
-    kept_prompt(keep.upto(&cache)?);
+    on_token(token);
+    let mut writer = Writer { store, session, tokens: restored_tokens };
+    on_stored(writer.store_chunks(&cache)?);
     let mut tokens = vec![token];
-    while tokens.len() < most && Some(token) != model.config.eos_token_id {
+    while tokens.len() < most && !model.config.ends_with(token) {
         token = greedy(&model.forward(&[token], &mut cache)?)?;
         tokens.push(token);
-        seen(token);
+        on_token(token);
     }
-    if let Some(session) = &mut keep.session {
+    if let Some(session) = &mut writer.session {
         // The KV of the last token was not computed.
         session.append(&tokens[..tokens.len() - 1])?;
     }
-    keep.upto(&cache)?;
+    writer.store_chunks(&cache)?;
     let prefill = first_token - restore;
     let prompt_tokens = prompt.len();
     Ok(Run { prompt_tokens, restored_tokens, first_token, restore, prefill, logits, tokens })
@@ -108,7 +108,7 @@ fn restore(session: &Session, cache: &mut KvCache, last: usize) -> Result<()> {
     let whole = |tokens: usize| tokens.min(last) / CHUNK * CHUNK;
     let stored = whole(session.reusable_tokens()? as usize);
     if stored > 0 {
-        // What is damaged on disk does not come.
+        // Damaged KV counts as missing: the get returns fewer tokens.
         let got = whole(cache.get(session, stored)? as usize);
         cache.set_tokens(got);
     }
@@ -127,22 +127,22 @@ fn prefill(model: &Llama, cache: &mut KvCache, prompt: &[u32]) -> candle_core::R
     }
 }
 
-/// Keeps the KV of whole chunks as it is computed.
-struct Keep<'a> {
-    kept: Option<&'a Kept>,
+/// Stores the KV of whole chunks as it is computed.
+struct Writer<'a> {
+    store: Option<&'a KvStore>,
     session: Option<Session>,
-    /// Tokens that are kept.
+    /// Tokens whose KV is stored.
     tokens: usize,
 }
 
-impl Keep<'_> {
-    /// Keeps all whole chunks of the cache; returns the number of tokens that are kept.
-    fn upto(&mut self, cache: &KvCache) -> Result<usize> {
+impl Writer<'_> {
+    /// Stores all whole chunks of the cache; returns the number of tokens whose KV is stored.
+    fn store_chunks(&mut self, cache: &KvCache) -> Result<usize> {
         let end = cache.tokens() / CHUNK * CHUNK;
-        if let (Some(kept), Some(session)) = (self.kept, &self.session)
+        if let (Some(store), Some(session)) = (self.store, &self.session)
             && end > self.tokens
         {
-            cache.put(session, self.tokens..end, kept.level)?;
+            cache.put(session, self.tokens..end, store.level)?;
             self.tokens = end;
         }
         Ok(self.tokens)

@@ -32,7 +32,21 @@ pub struct Config {
     #[serde(default)]
     pub tie_word_embeddings: bool,
     #[serde(default)]
-    pub eos_token_id: Option<u32>,
+    pub eos_token_id: Option<TokenIds>,
+    #[serde(default)]
+    pub attention_bias: bool,
+    #[serde(default)]
+    pub mlp_bias: bool,
+    #[serde(default)]
+    pub hidden_act: Option<String>,
+}
+
+/// A token, or a list of tokens.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+pub enum TokenIds {
+    One(u32),
+    Several(Vec<u32>),
 }
 
 /// Rotary positions, as newer configurations have them.
@@ -45,11 +59,21 @@ pub struct Rope {
 
 impl Config {
     pub fn head_dim(&self) -> usize {
-        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
+        let heads = self.num_attention_heads.max(1); // `check` refuses 0
+        self.head_dim.unwrap_or(self.hidden_size / heads)
     }
 
     fn rope_theta(&self) -> f64 {
         self.rope_parameters.as_ref().map(|rope| rope.rope_theta).or(self.rope_theta).unwrap_or(1e4)
+    }
+
+    /// Whether a token ends the text.
+    pub fn ends_with(&self, token: u32) -> bool {
+        match &self.eos_token_id {
+            None => false,
+            Some(TokenIds::One(end)) => *end == token,
+            Some(TokenIds::Several(ends)) => ends.contains(&token),
+        }
     }
 
     fn check(&self) -> Result<()> {
@@ -60,8 +84,16 @@ impl Config {
         if kind.unwrap_or("default") != "default" || self.rope_scaling.is_some() {
             bail!("the model scales its rotary positions, which is not implemented here");
         }
+        if self.attention_bias || self.mlp_bias {
+            bail!("attention_bias or mlp_bias is set: biases are not implemented here");
+        }
+        if let Some(act) = &self.hidden_act
+            && act != "silu"
+        {
+            bail!("hidden_act is {act:?}: only \"silu\" is implemented here");
+        }
         let heads = (self.num_attention_heads, self.num_key_value_heads);
-        if heads.1 == 0 || heads.0 % heads.1 != 0 || self.head_dim() % 2 != 0 {
+        if heads.0 == 0 || heads.1 == 0 || heads.0 % heads.1 != 0 || self.head_dim() % 2 != 0 {
             bail!(
                 "{} heads with {} KV heads of {}: not a Llama",
                 heads.0,
@@ -96,17 +128,21 @@ pub struct Llama {
 }
 
 impl Llama {
-    /// Loads `config.json` and `model.safetensors` of a folder.
+    /// Loads `config.json` and `model.safetensors` of a folder. KV depends on both, and so does the
+    /// digest.
     pub fn load(folder: &Path) -> anyhow::Result<(Llama, blake3::Hash)> {
         use anyhow::Context;
         let read = |name: &str| {
             let path = folder.join(name);
             std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))
         };
-        let config: Config = serde_json::from_slice(&read("config.json")?)
-            .context("config.json is not a Llama's")?;
+        let text = read("config.json")?;
+        let config: Config =
+            serde_json::from_slice(&text).context("config.json is not a Llama's")?;
         let weights = read("model.safetensors")?;
-        let digest = blake3::hash(&weights);
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(blake3::hash(&text).as_bytes()).update(&weights);
+        let digest = hasher.finalize();
         let tensors = candle_core::safetensors::load_buffer(&weights, &Device::Cpu)?;
         Ok((Llama::new(config, tensors)?, digest))
     }

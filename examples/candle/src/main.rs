@@ -1,4 +1,6 @@
-//! Answers prompts with a Llama, and keeps the KV of the conversation on disk.
+//! Answers prompts with a Llama, and stores the KV of the conversation on disk.
+
+#![forbid(unsafe_code)]
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -6,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use kvtier::api::Level;
-use kvtier_candle::chat::{Kept, Run, run};
+use kvtier_candle::chat::{KvStore, Run, run};
 use kvtier_candle::llama::Llama;
 use tokenizers::Tokenizer;
 
@@ -17,13 +19,13 @@ struct Args {
     /// Folder with config.json, model.safetensors and tokenizer.json.
     #[arg(long)]
     model: PathBuf,
-    /// Folder of the store, made if it is missing. Without it nothing is kept.
+    /// Folder of the store, made if it is missing. Without it nothing is stored.
     #[arg(long)]
     disk: Option<PathBuf>,
     /// File of the conversation: read if it is there, and written with the prompt and the answer.
     #[arg(long)]
     chat: Option<PathBuf>,
-    /// What the user says.
+    /// The user's prompt.
     #[arg(long, default_value = "Tell me a story about a lighthouse.")]
     prompt: String,
     /// Reads the prompt from a file instead.
@@ -43,10 +45,11 @@ struct Args {
 fn main() -> Result<()> {
     let args = Args::parse();
     let (model, digest) = Llama::load(&args.model)?;
-    let tokenizer = Tokenizer::from_file(args.model.join("tokenizer.json")).map_err(words)?;
+    let tokenizer =
+        Tokenizer::from_file(args.model.join("tokenizer.json")).map_err(tokenizer_error)?;
     let level = if args.durable { Level::Durable } else { Level::Ram };
-    let open = |disk: &PathBuf| Kept::open(disk, &model.config, digest.as_bytes(), level);
-    let kept = args.disk.as_ref().map(open).transpose()?;
+    let open = |disk: &PathBuf| KvStore::open(disk, &model.config, digest.as_bytes(), level);
+    let store = args.disk.as_ref().map(open).transpose()?;
 
     let prompt = match &args.prompt_file {
         Some(path) => read(path)?,
@@ -62,12 +65,12 @@ fn main() -> Result<()> {
             let _ = std::io::stdout().flush();
         }
     };
-    let say_kept = |tokens| {
-        if kept.is_some() {
-            eprintln!("kept: {tokens} tokens");
+    let on_stored = |tokens| {
+        if store.is_some() {
+            eprintln!("stored: {tokens} tokens");
         }
     };
-    let done = run(&model, kept.as_ref(), &tokens, args.tokens as usize, print, say_kept)?;
+    let done = run(&model, store.as_ref(), &tokens, args.tokens as usize, print, on_stored)?;
     println!();
     report(&done, args.json);
     if let Some(path) = &args.chat {
@@ -75,7 +78,7 @@ fn main() -> Result<()> {
         let text = serde_json::to_string(&tokens)?;
         std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
     }
-    kept.map_or(Ok(()), Kept::close)
+    store.map_or(Ok(()), KvStore::close)
 }
 
 fn read(path: &Path) -> Result<String> {
@@ -100,10 +103,10 @@ fn encode(tokenizer: &Tokenizer, prompt: &str, continues: bool) -> Result<Vec<u3
             if continues { "\n" } else { "" }
         ),
     };
-    Ok(tokenizer.encode(text, false).map_err(words)?.get_ids().to_vec())
+    Ok(tokenizer.encode(text, false).map_err(tokenizer_error)?.get_ids().to_vec())
 }
 
-fn words(error: tokenizers::Error) -> anyhow::Error {
+fn tokenizer_error(error: tokenizers::Error) -> anyhow::Error {
     anyhow!("tokenizer: {error}")
 }
 

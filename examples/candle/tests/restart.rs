@@ -9,7 +9,7 @@ use std::process::{Command, Output, Stdio};
 
 use candle_core::{Device, Tensor};
 use kvtier::api::Level;
-use kvtier_candle::chat::{CHUNK, Kept, run};
+use kvtier_candle::chat::{CHUNK, KvStore, run};
 use kvtier_candle::llama::Llama;
 use tempfile::TempDir;
 
@@ -74,7 +74,7 @@ fn write_model(folder: &Path, seed: u64) {
     std::fs::write(folder.join("tokenizer.json"), tokenizer.to_string()).expect("tokenizer.json");
 }
 
-fn words(seed: u64, count: usize) -> String {
+fn random_prompt(seed: u64, count: usize) -> String {
     let mut random = Random(seed);
     let words: Vec<_> = (0..count).map(|_| format!("w{}", random.below(VOCABULARY))).collect();
     words.join(" ")
@@ -146,7 +146,7 @@ impl Answer {
 #[test]
 fn a_second_process_restores_the_prompt_and_gives_the_same_answer() {
     let place = Place::new();
-    let (disk, prompt) = (place.string("kv"), words(3, 3 * CHUNK));
+    let (disk, prompt) = (place.string("kv"), random_prompt(3, 3 * CHUNK));
     let without = place.ask(&["--prompt", &prompt]);
     let first = place.ask(&["--prompt", &prompt, "--disk", &disk]);
     let second = place.ask(&["--prompt", &prompt, "--disk", &disk]);
@@ -163,18 +163,18 @@ fn logits_after_a_restore_are_the_same_bits() {
     let (model, digest) = Llama::load(&place.path("m")).expect("a model");
     let mut random = Random(9);
     let prompt: Vec<u32> = (0..2 * CHUNK + 77).map(|_| random.below(VOCABULARY) as u32).collect();
-    let bits = |kept: Option<&Kept>| {
-        let done = run(&model, kept, &prompt, 1, |_| {}, |_| {}).expect("a run");
+    let bits = |store: Option<&KvStore>| {
+        let done = run(&model, store, &prompt, 1, |_| {}, |_| {}).expect("a run");
         let logits: Vec<f32> = done.logits.to_vec1().expect("logits");
         (done.restored_tokens, logits.into_iter().map(f32::to_bits).collect::<Vec<_>>())
     };
     let without = bits(None).1;
     for restored in [0, 2 * CHUNK, 2 * CHUNK] {
         let disk = place.path("kv");
-        let kept =
-            Kept::open(&disk, &model.config, digest.as_bytes(), Level::Ram).expect("a store");
-        assert!(bits(Some(&kept)) == (restored, without.clone()), "{restored} tokens restored");
-        kept.close().expect("written");
+        let store =
+            KvStore::open(&disk, &model.config, digest.as_bytes(), Level::Ram).expect("a store");
+        assert!(bits(Some(&store)) == (restored, without.clone()), "{restored} tokens restored");
+        store.close().expect("written");
     }
 }
 
@@ -182,7 +182,7 @@ fn logits_after_a_restore_are_the_same_bits() {
 fn a_conversation_continues_and_branches() {
     let place = Place::new();
     let disk = place.string("kv");
-    let turns = [words(1, 200), words(2, 90), words(3, 150)];
+    let turns = [random_prompt(1, 200), random_prompt(2, 90), random_prompt(3, 150)];
     // The same conversation with and without a store, each turn in a process of its own.
     let turn = |chat: &str, prompt: &str| {
         let (kept, plain) = (place.string(&format!("{chat}.kept")), place.string(chat));
@@ -198,7 +198,7 @@ fn a_conversation_continues_and_branches() {
         std::fs::copy(place.path(copy), place.path(&copy.replace("chat", "other")))
             .expect("a copy");
     }
-    // Of 200 + 64 tokens, the last of which was not computed.
+    // The conversation has 200 + 64 tokens; the KV of the last one was not computed.
     assert_eq!(turn("chat", &turns[1]).restored, 263 / CHUNK * CHUNK);
     assert_eq!(turn("chat", &turns[2]).restored, (264 + 90 + 63) / CHUNK * CHUNK);
     assert_eq!(turn("other", &turns[2]).restored, 263 / CHUNK * CHUNK, "a branch");
@@ -208,7 +208,7 @@ fn a_conversation_continues_and_branches() {
 fn durable_kv_survives_kill_9() {
     let place = Place::new();
     let (model, disk) = (place.string("m"), place.string("kv"));
-    let prompt = words(5, 2 * CHUNK + 10);
+    let prompt = random_prompt(5, 2 * CHUNK + 10);
     // More tokens than it can write before anyone reads them: it is killed while it computes.
     let mut args = vec!["--model", &model, "--disk", &disk, "--durable", "--prompt", &prompt];
     let mut child = command(&[&args[..], &["--tokens", "60000"]].concat())
@@ -219,7 +219,7 @@ fn durable_kv_survives_kill_9() {
     let mut line = String::new();
     let mut words = BufReader::new(child.stderr.take().expect("a pipe"));
     words.read_line(&mut line).expect("a line");
-    if line != format!("kept: {} tokens\n", 2 * CHUNK) {
+    if line != format!("stored: {} tokens\n", 2 * CHUNK) {
         words.read_to_string(&mut line).expect("words");
         panic!("{line}");
     }
@@ -229,6 +229,16 @@ fn durable_kv_survives_kill_9() {
     let after = place.ask(&args);
     assert_eq!(after.restored, 2 * CHUNK);
     assert_eq!(after.text, place.ask(&["--prompt", &prompt]).text);
+}
+
+/// Changes config.json of the model `m`, and returns the text before.
+fn edit_config(place: &Place, change: impl FnOnce(&mut serde_json::Value)) -> String {
+    let path = place.path("m").join("config.json");
+    let before = std::fs::read_to_string(&path).expect("config.json");
+    let mut config = serde_json::from_str(&before).expect("JSON");
+    change(&mut config);
+    std::fs::write(&path, config.to_string()).expect("config.json");
+    before
 }
 
 /// The files that have KV.
@@ -243,7 +253,7 @@ fn segments(disk: &str) -> Vec<PathBuf> {
 #[test]
 fn damaged_kv_is_computed_again() {
     let place = Place::new();
-    let (disk, prompt) = (place.string("kv"), words(7, 3 * CHUNK));
+    let (disk, prompt) = (place.string("kv"), random_prompt(7, 3 * CHUNK));
     let without = place.ask(&["--prompt", &prompt]).text;
     let mut random = Random(11);
     let mut lost = 0;
@@ -275,7 +285,7 @@ fn models_with_other_weights_share_nothing() {
     let other = Place::new();
     std::fs::remove_dir_all(other.path("m")).expect("a folder");
     other.model("m", 2);
-    let (disk, prompt) = (place.string("kv"), words(13, 2 * CHUNK + 1));
+    let (disk, prompt) = (place.string("kv"), random_prompt(13, 2 * CHUNK + 1));
     let args = ["--prompt", &prompt, "--disk", &disk];
     let first = place.ask(&args);
     let second = other.ask(&args);
@@ -285,6 +295,33 @@ fn models_with_other_weights_share_nothing() {
     for place in [&place, &other] {
         assert_eq!(place.ask(&args).restored, 2 * CHUNK);
     }
+}
+
+#[test]
+fn a_changed_configuration_shares_nothing() {
+    let place = Place::new();
+    let (disk, prompt) = (place.string("kv"), random_prompt(17, 2 * CHUNK + 1));
+    let args = ["--prompt", &prompt, "--disk", &disk];
+    let first = place.ask(&args);
+    edit_config(&place, |config| config["rope_theta"] = serde_json::json!(500_000.0));
+    let second = place.ask(&args);
+    assert_eq!(second.restored, 0);
+    assert_eq!(second.text, place.ask(&args[..2]).text);
+    assert_ne!(second.text, first.text);
+    assert_eq!(place.ask(&args).restored, 2 * CHUNK);
+}
+
+#[test]
+fn a_list_of_end_tokens_ends_the_answer() {
+    let place = Place::new();
+    let prompt = random_prompt(19, 20);
+    let without = place.ask(&["--prompt", &prompt]).text;
+    let tokens: Vec<_> = without.split(' ').collect();
+    let end: u32 = tokens[5].trim_start_matches('w').parse().expect("a token");
+    edit_config(&place, |config| config["eos_token_id"] = serde_json::json!([9999, end]));
+    let text = place.ask(&["--prompt", &prompt]).text;
+    let count = tokens.iter().position(|token| *token == tokens[5]).expect("the token") + 1;
+    assert_eq!(text, tokens[..count].join(" "));
 }
 
 #[test]
@@ -306,9 +343,19 @@ fn bad_input_is_refused_in_words() {
     std::fs::write(&chat, "once upon a time").expect("a file");
     refused(&["--model", &model, "--chat", &chat], "is no conversation");
     let (llama, digest) = Llama::load(&place.path("m")).expect("a model");
-    let open = Kept::open(&place.path("kv"), &llama.config, digest.as_bytes(), Level::Ram);
+    let open = KvStore::open(&place.path("kv"), &llama.config, digest.as_bytes(), Level::Ram);
     refused(&["--model", &model, "--disk", &disk], "KVT_E_BUSY");
     open.expect("a store").close().expect("written");
+    for (name, value, expected) in [
+        ("attention_bias", serde_json::json!(true), "attention_bias or mlp_bias is set"),
+        ("mlp_bias", serde_json::json!(true), "attention_bias or mlp_bias is set"),
+        ("hidden_act", serde_json::json!("gelu"), "hidden_act is \"gelu\": only \"silu\""),
+        ("num_attention_heads", serde_json::json!(0), "not a Llama"),
+    ] {
+        let before = edit_config(&place, |config| config[name] = value);
+        refused(&["--model", &model], expected);
+        std::fs::write(place.path("m").join("config.json"), before).expect("config.json");
+    }
     std::fs::write(place.path("m").join("config.json"), "{}").expect("a file");
     refused(&["--model", &model], "config.json");
 }
