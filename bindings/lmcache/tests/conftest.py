@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-import time
 from pathlib import Path
-from typing import Iterator, List
+from typing import List
 
 import pytest
 
@@ -16,7 +14,8 @@ HERE = Path(__file__).resolve().parent
 for folder in (HERE.parent, HERE.parent.parent / "vllm", HERE, HERE / "engine"):
     sys.path.insert(0, str(folder))
 
-from kvtier import _callbacks, _reaper  # noqa: E402
+sys.path.append(str(HERE.parents[1] / "python" / "tests"))  # handles.py
+from handles import no_handles_left, pytest_runtest_makereport  # noqa: E402, F401
 
 collect_ignore: List[str] = []
 
@@ -27,18 +26,3 @@ def pytest_configure(config: pytest.Config) -> None:
              for argument in config.args]
     if not any(HERE / "engine" in (path, *path.parents) for path in paths):
         collect_ignore.append("engine")
-
-
-@pytest.fixture(autouse=True)
-def no_handles_left() -> Iterator[None]:
-    """Fails a test that leaves handles of the library open."""
-    yield
-    end = time.monotonic() + 600.0
-    while True:
-        gc.collect()
-        assert _reaper.flush(600.0)
-        left = [job for job in list(_reaper._live.values()) if job.handle.value]
-        if not left and _callbacks.live() == 0:
-            return
-        assert time.monotonic() < end, (left, _callbacks.live())
-        time.sleep(0.001)

@@ -4,9 +4,7 @@ The tests in `engine` use the real modules; name their folder on the command lin
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, List
 
@@ -21,21 +19,8 @@ if not ENGINE:
     sys.path.insert(0, str(HERE / "stubs"))
     collect_ignore = ["engine"]
 
-from kvtier import _callbacks, _reaper  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def no_leaked_handles() -> Iterator[None]:
-    yield
-    end = time.monotonic() + 600.0
-    while True:
-        gc.collect()
-        assert _reaper.flush(600.0)
-        left = [job for job in list(_reaper._live.values()) if job.handle.value]
-        if not left and _callbacks.live() == 0:
-            return
-        assert time.monotonic() < end, (left, _callbacks.live())
-        time.sleep(0.001)
+sys.path.append(str(HERE.parents[1] / "python" / "tests"))  # handles.py
+from handles import no_handles_left, pytest_runtest_makereport  # noqa: E402, F401
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, Callable, Iterator, List
 
@@ -15,8 +13,10 @@ HERE = Path(__file__).resolve().parent
 for folder in (HERE.parent, HERE):
     sys.path.insert(0, str(folder))
 
+sys.path.append(str(HERE.parents[1] / "python" / "tests"))  # handles.py
+import handles  # noqa: E402
 import kvtier_mooncake  # noqa: E402
-from kvtier import _callbacks, _reaper  # noqa: E402
+from handles import pytest_runtest_makereport  # noqa: E402, F401
 from kvtier_mooncake import _core  # noqa: E402
 from registered import HOST  # noqa: E402
 
@@ -27,7 +27,7 @@ if not any(HERE / "engine" in (path, *path.parents) for path in paths):
 
 
 @pytest.fixture(autouse=True)
-def no_handles_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_handles_left(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Clears the configuration, and fails a test that leaves handles of the library open."""
     for name in list(os.environ):
         if name.startswith(("KVTIER_MOONCAKE", "MOONCAKE", "KVTIER_RANK", "RANK", "LOCAL_RANK")):
@@ -36,15 +36,7 @@ def no_handles_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kvtier_mooncake.configure()
     kvtier_mooncake.uninstall()
     _core._at_exit()
-    end = time.monotonic() + 600.0
-    while True:
-        gc.collect()
-        assert _reaper.flush(600.0)
-        left = [job for job in list(_reaper._live.values()) if job.handle.value]
-        if not left and _callbacks.live() == 0:
-            return
-        assert time.monotonic() < end, (left, _callbacks.live())
-        time.sleep(0.001)
+    handles.check(request.node)
 
 
 @pytest.fixture

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 from pathlib import Path
 from typing import Any, Iterator, List
 
 import gate as gates
 import kvtier
 import pytest
-from gate import HANG_S, Gate, until
-from kvtier import _callbacks, _reaper
+from gate import Gate, until
+from handles import no_handles_left, pytest_runtest_makereport  # noqa: F401
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # generate.py and build_wheel.py
@@ -41,22 +39,6 @@ def gate(single: kvtier.Runtime) -> Iterator[Gate]:
 def no_ops_left(runtime: kvtier.Runtime) -> None:
     """Waits until the runtime has no ops. A worker counts an op briefly after its completion."""
     until(lambda: not (runtime.stats().ops_open or runtime.stats().ops_live))
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Checks that a test releases every handle and callback number. It waits, because a callback's
-    thread holds its batch until the callback returns."""
-    yield
-    end = time.monotonic() + HANG_S
-    while True:
-        gc.collect()
-        assert _reaper.flush(HANG_S)
-        left = [job for job in list(_reaper._live.values()) if job.handle.value]
-        if not left and _callbacks.live() == 0:
-            return
-        assert time.monotonic() < end, (left, _callbacks.live())
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Iterator
 
@@ -18,7 +17,8 @@ sys.path.insert(0, str(HERE.parent))
 if os.environ.get("KVTIER_ENGINES") != "1":
     sys.path.insert(0, str(HERE / "stubs"))
 
-from kvtier import _callbacks, _reaper  # noqa: E402
+sys.path.append(str(HERE.parents[1] / "python" / "tests"))  # handles.py
+from handles import no_handles_left, pytest_runtest_makereport  # noqa: E402, F401
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -26,18 +26,3 @@ def freeze_engine_objects() -> None:
     """Excludes the engine's objects from garbage collection, which would take a second per test."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def no_handles_left() -> Iterator[None]:
-    """Fails a test that leaves handles of the library open."""
-    yield
-    end = time.monotonic() + 600.0
-    while True:
-        gc.collect()
-        assert _reaper.flush(600.0)
-        left = [job for job in list(_reaper._live.values()) if job.handle.value]
-        if not left and _callbacks.live() == 0:
-            return
-        assert time.monotonic() < end, (left, _callbacks.live())
-        time.sleep(0.001)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import time
 import uuid
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, List
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.append(str(HERE.parents[1] / "python" / "tests"))  # handles.py
+from handles import (  # noqa: E402, F401
+    no_handles_left,
+    on_left,
+    pytest_runtest_makereport,
+)
+
 collect_ignore: List[str] = []
-#: Handles that a test has left open, and that were reported.
-_reported: List[Any] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,26 +48,10 @@ def make_config() -> Any:
     return made
 
 
-@pytest.fixture(autouse=True)
-def no_handles_left() -> Iterator[None]:
-    """Fails a test that leaves handles of the library open."""
-    from kvtier import _reaper
-
-    yield
-    end = time.monotonic() + 600.0
-    while True:
-        gc.collect()
-        assert _reaper.flush(600.0)
-        left = [job for job in list(_reaper._live.values())
-                if job.handle.value and job not in _reported]
-        if not left:
-            return
-        if time.monotonic() > end:
-            break
-        time.sleep(0.001)
-    # Report them for this test only, not for the tests that follow.
+def _forget_stores() -> None:
     from kvtier_vllm import settings
 
-    _reported.extend(left)
     settings._stores.clear()
-    raise AssertionError(f"handles left open: {left}")
+
+
+on_left.append(_forget_stores)
