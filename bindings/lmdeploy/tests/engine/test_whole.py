@@ -216,7 +216,7 @@ def test_damaged_blocks_are_computed_again(
     part: float, model: Path, alone: Alone, log: Path, tmp_path: Path
 ) -> None:
     prompts = [TEXTS[3][:1500]]
-    cold, _ = alone.answers(prompts)
+    cold, warm = alone.answers(prompts)
     config = connector(tmp_path / "disk")
     engine = Engine(log, model, connector=config)
     engine.answers(prompts)
@@ -235,4 +235,73 @@ def test_damaged_blocks_are_computed_again(
     found = engine.answers(prompts)
     assert what(found) == what(cold)
     assert found[0]["cached"] == 0
+    engine.call("saved")
+    engine.kill()
+    engine = Engine(log, model, connector=config)  # what was computed again is stored again
+    assert_loaded(engine, prompts, warm)
+    engine.close()
+
+
+def test_blocks_lost_between_lookup_and_load(
+    model: Path, alone: Alone, log: Path, tmp_path: Path
+) -> None:
+    """A load fails in the middle: the engine computes all of the prompt, and goes on."""
+    prompts = [TEXTS[4][:1500], TEXTS[5][:600]]
+    cold, warm = alone.answers(prompts)
+    config = connector(tmp_path / "disk")
+    engine = Engine(log, model, connector=config)
+    engine.answers(prompts)
+    engine.call("saved")
+    engine.close()
+    engine = Engine(log, model, connector=config)
+    assert engine.call("lose", blocks=40)
+    found = engine.answers(prompts[:1])
+    assert what(found) == what(cold[:1]) and found[0]["cached"] == 0
+    assert engine.call("stats")["failed_loads"] == 1
+    assert_loaded(engine, prompts[1:], warm[1:])
+    engine.call("saved")
+    engine.close()
+    engine = Engine(log, model, connector=config)
+    assert_loaded(engine, prompts, warm)
+    engine.close()
+
+
+def test_aborts_policies_and_weights(
+    model: Path, alone: Alone, log: Path, tmp_path: Path
+) -> None:
+    prompts = [TEXTS[6][:1500], TEXTS[7][:600]]
+    cold, warm = alone.answers(prompts)
+    config = connector(tmp_path / "disk")
+    engine = Engine(log, model, connector=config)
+    found = engine.call("generate", prompts=[TEXTS[8], TEXTS[9][:900]], abort=0, tokens=4)
+    assert [one["end"] for one in found] == ["CANCEL", "FINISH"]
+    assert what(engine.answers(prompts)) == what(cold)
+    engine.call("saved")
+    assert engine.call("policy", spec="s3fifo")
+    with pytest.raises(RuntimeError, match="nosuch"):
+        engine.call("policy", spec="nosuch")
+    engine.close()
+    # The request that loads is aborted, and comes again.
+    engine = Engine(log, model, connector=config)
+    engine.call("generate", prompts=prompts[:1], abort=0)
+    assert_loaded(engine, prompts, warm)
+    engine.close()
+    engine = Engine(log, model, connector=config)
+    assert engine.call("weights", version="2")
+    found = engine.answers(prompts)
+    assert what(found) == what(cold) and [one["cached"] for one in found] == [0, 0]
+    engine.close()
+
+
+def test_other_weights_find_nothing(model: Path, log: Path, tmp_path: Path) -> None:
+    import models
+
+    config = connector(tmp_path / "disk", level="disk")
+    engine = Engine(log, model, connector=config)
+    engine.answers([TEXTS[0][:700]])
+    engine.call("saved")
+    engine.close()
+    other = models.llama(tmp_path / "llama", seed=8)
+    engine = Engine(log, other, connector=config)
+    assert engine.answers([TEXTS[0][:700]])[0]["cached"] == 0
     engine.close()

@@ -120,9 +120,12 @@ class Commands:
         end = time.monotonic() + 900
         while time.monotonic() < end:
             found = self._connector().stats()[0]
+            # Writes in flight are not unwritten bytes any more.
             if not (
                 found["saving"]
                 or found["unwritten_bytes"]
+                or found["disk_limit_bytes"]
+                and found["disk_cells"] < found["host_cells"]
                 or self.engine.scheduler.kv_save_coordinator.has_pending()
             ):
                 return True

@@ -90,7 +90,11 @@ class Engine:
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
             found = self.call("scheduler", method="kvtier_report")
-            if not found["busy"] and not found["stats"].get("unwritten_bytes"):
+            stats = found["stats"]
+            # Writes in flight are not unwritten bytes any more.
+            if not found["busy"] and not stats.get("unwritten_bytes") and (
+                not stats.get("disk_limit_bytes") or stats["disk_cells"] >= stats["host_cells"]
+            ):
                 return
             time.sleep(0.01)
         raise AssertionError("the pages were not written")

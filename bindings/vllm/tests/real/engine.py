@@ -100,10 +100,15 @@ class Engine:
         return dict(self.connector().worker.counts)
 
     def saved(self) -> Any:
-        """Waits until the disk has everything."""
-        while self.counts()["unwritten_bytes"]:
+        """Waits until the disk has everything. Writes in flight are not unwritten bytes any more."""
+        end = time.monotonic() + 600
+        while time.monotonic() < end:
+            found = self.counts()
+            if not found["unwritten_bytes"] and (
+                    not found["disk_limit_bytes"] or found["disk_cells"] >= found["host_cells"]):
+                return True
             time.sleep(0.01)
-        return True
+        raise TimeoutError(f"not within 600 s: {found}")
 
     def policy(self, spec: str) -> Any:
         self.shared().set_policy(spec)
