@@ -1,6 +1,7 @@
 //! Several stores of a machine, each with a name.
 
 use std::collections::BTreeSet;
+use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::thread::{self, ScopedJoinHandle};
@@ -49,11 +50,17 @@ pub struct Store {
     pub path: PathBuf,
 }
 
-/// All stores now: sockets in directories come and go with engines. At most [`MAX_STORES`].
-pub fn list(sources: &[Source]) -> Vec<Store> {
-    let mut all = Vec::new();
+/// All stores now: sockets in directories come and go with engines. At most [`MAX_STORES`]. Directories
+/// that cannot be read, and stores beyond the limit, are reported on stderr, unless `faults` has them
+/// from an earlier call.
+pub fn list(sources: &[Source], faults: &mut BTreeSet<String>) -> Vec<Store> {
+    let (mut all, mut found) = (Vec::new(), BTreeSet::new());
     for Source { name, path } in sources {
-        let below = if path.is_dir() { sockets_in(path) } else { vec![path.clone()] };
+        let below = if path.is_dir() { sockets_in(path) } else { Ok(vec![path.clone()]) };
+        let below = below.unwrap_or_else(|error| {
+            found.insert(format!("cannot read the directory {}: {error}", path.display()));
+            Vec::new()
+        });
         all.extend(below.into_iter().map(|socket| {
             let own = socket.file_name().unwrap_or_default().to_string_lossy();
             let own = own.strip_suffix(".sock").unwrap_or(&own);
@@ -72,17 +79,27 @@ pub fn list(sources: &[Source]) -> Vec<Store> {
             names.insert(one.name.clone());
         }
     }
+    if all.len() > MAX_STORES {
+        found.insert(format!(
+            "there are more than {MAX_STORES} stores, the limit of one process: the others are left \
+             out, start another process for them"
+        ));
+    }
+    found.difference(faults).for_each(|words| eprintln!("kvtier: {words}"));
+    *faults = found;
     all.truncate(MAX_STORES);
     all
 }
 
-fn sockets_in(dir: &Path) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+fn sockets_in(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let is_socket =
         |entry: &std::fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_socket());
-    let mut all: Vec<PathBuf> = entries.filter(is_socket).map(|entry| entry.path()).collect();
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        all.extend(Some(entry?).filter(is_socket).map(|entry| entry.path()));
+    }
     all.sort();
-    all
+    Ok(all)
 }
 
 /// Sends a request to each store at once. The answers are those of `stores`, in their order. Takes at
@@ -122,10 +139,21 @@ mod tests {
     }
 
     #[test]
+    fn stores_beyond_the_limit_are_reported() {
+        let mut faults = BTreeSet::from(["gone".to_string()]);
+        let source = |at| Source { name: None, path: format!("/x/{at}.sock").into() };
+        let sources: Vec<_> = (0..=MAX_STORES).map(source).collect();
+        assert_eq!(list(&sources, &mut faults).len(), MAX_STORES);
+        assert!(faults.len() == 1 && faults.iter().all(|words| words.contains("64 stores")));
+        assert_eq!(list(&sources[1..], &mut faults).len(), MAX_STORES);
+        assert!(faults.is_empty());
+    }
+
+    #[test]
     fn names_are_unique() {
         let sources = ["/x/kv.sock", "/y/kv.sock", "/z/other", "kv=/w/kv.sock"];
         let sources: Vec<_> = sources.map(|text| Source::parse(text).expect("valid")).into();
-        let names: Vec<String> = list(&sources).into_iter().map(|one| one.name).collect();
+        let names: Vec<String> = list(&sources, &mut BTreeSet::new()).into_iter().map(|one| one.name).collect();
         assert_eq!(names, ["kv", "/y/kv.sock", "other", "/w/kv.sock"]);
     }
 }

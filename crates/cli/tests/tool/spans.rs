@@ -4,7 +4,7 @@ use kvtier_testkit::fixtures::store as support;
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::Duration;
@@ -68,6 +68,11 @@ impl Collector {
 
     /// Takes an export, and gives an answer; returns the request's body.
     fn take(&self, answer: &str) -> String {
+        self.take_open(answer).0
+    }
+
+    /// The same; returns the connection, which stays open, too.
+    fn take_open(&self, answer: &str) -> (String, TcpStream) {
         let (mut stream, _) = self.0.accept().expect("a connection");
         stream.set_read_timeout(Some(PATIENCE)).expect("set");
         let mut reader = BufReader::new(stream.try_clone().expect("cloned"));
@@ -83,7 +88,7 @@ impl Collector {
         let mut body = vec![0; length.and_then(|text| text.parse().ok()).expect("a length")];
         reader.read_exact(&mut body).expect("the body");
         stream.write_all(answer.as_bytes()).expect("sent");
-        String::from_utf8(body).expect("text")
+        (String::from_utf8(body).expect("text"), stream)
     }
 }
 
@@ -242,6 +247,36 @@ fn spans_reach_the_collector_once_it_takes_them() {
     let restarted = spans(&collector.take(TAKEN));
     assert_eq!(restarted[0]["name"], "kvtier.put");
     assert_ne!(restarted[0]["traceId"], all[0]["traceId"]);
+    store.close();
+}
+
+#[test]
+fn an_answer_on_an_open_connection_is_no_failure() {
+    let (scratch, path) = place("spans-open");
+    let store = opened(&path);
+    let namespace = store.namespace(1, &SMALL);
+    let (collector, url) = Collector::open();
+    // One store of the directory answers nothing: the export of the other one goes on.
+    let dead = std::os::unix::net::UnixListener::bind(scratch.0.join("dead.sock")).expect("bound");
+    drop(dead);
+    let socket = scratch.0.to_str().expect("text");
+    let mut exporter = Exporter::start(&["--socket", socket, "--otlp", &url]);
+    while log_has_no_reader(&store) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let chunked = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n";
+    let (mut open, mut ids) = (Vec::new(), BTreeSet::new());
+    for (n, answer) in [TAKEN, chunked].into_iter().enumerate() {
+        work(&store, namespace, n as u32);
+        while ids.len() < 3 * (n + 1) {
+            let (body, stream) = collector.take_open(answer);
+            open.push(stream);
+            for span in spans(&body) {
+                assert!(ids.insert(span["spanId"].to_string()), "sent again: {span}");
+            }
+        }
+    }
+    exporter.message("store dead: ");
     store.close();
 }
 

@@ -210,7 +210,7 @@ fn parse(bytes: &[u8]) -> Option<Result<Request, Answer>> {
         Err(error) => {
             return Some(Err(Answer::text(
                 400,
-                format!("this is no request of HTTP/1.1: {error}"),
+                format!("malformed HTTP/1.1 request ({error}): send GET /metrics"),
             )));
         }
     }

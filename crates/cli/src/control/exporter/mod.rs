@@ -3,7 +3,7 @@
 mod http;
 mod page;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -59,6 +59,8 @@ struct Scrape {
     ended: Option<Instant>,
     page: Page,
     down: BTreeMap<String, String>,
+    /// What is wrong with the sources.
+    faults: BTreeSet<String>,
 }
 
 impl Exporter {
@@ -74,7 +76,7 @@ impl Exporter {
                 Answer { status: 200, media_type: format.media_type(), body: self.page(format) }
             }
             "/healthz" => Answer::text(200, "ok"),
-            _ => Answer::text(404, "here are /metrics and /healthz"),
+            _ => Answer::text(404, "unknown path: use /metrics or /healthz"),
         }
     }
 
@@ -84,14 +86,15 @@ impl Exporter {
         let asked = Instant::now();
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.ended.is_none_or(|ended| ended < asked) {
-            *last = self.scrape(&last.down);
+            *last = self.scrape(&last);
         }
         last.page.render(format)
     }
 
-    fn scrape(&self, was_down: &BTreeMap<String, String>) -> Scrape {
+    fn scrape(&self, last: &Scrape) -> Scrape {
         const HELP: &str = "1 = the control socket of the store answers.";
-        let stores = list(&self.sources);
+        let mut faults = last.faults.clone();
+        let stores = list(&self.sources, &mut faults);
         let answers = ask_all(&stores, |_| "metrics".into(), self.timeout);
         let (mut page, mut down) = (Page::default(), BTreeMap::new());
         for (store, answer) in stores.iter().zip(answers) {
@@ -101,7 +104,7 @@ impl Exporter {
                 .and_then(|text| page.add(name, &text));
             page.gauge("kvtier_up", HELP, name, f64::from(u8::from(added.is_ok())));
             // Each change of the reason is reported once.
-            match (added.err(), was_down.get(name)) {
+            match (added.err(), last.down.get(name)) {
                 (Some(words), before) => {
                     if before != Some(&words) {
                         eprintln!("kvtier: store {name} is down: {words}");
@@ -112,6 +115,6 @@ impl Exporter {
                 (None, None) => {}
             }
         }
-        Scrape { ended: Some(Instant::now()), page, down }
+        Scrape { ended: Some(Instant::now()), page, down, faults }
     }
 }

@@ -57,7 +57,7 @@ impl Page {
                     family = name;
                 }
                 Line::Sample(name, rest) => {
-                    let own = if name.starts_with(family) { family } else { name };
+                    let own = if is_sample_of(name, family) { family } else { name };
                     let samples = &mut self.family(own).samples;
                     let _ = match rest.strip_prefix('{') {
                         Some(rest) => writeln!(samples, "{name}{{{label},{rest}"),
@@ -119,6 +119,7 @@ fn line(text: &str) -> Option<Result<Line<'_>, String>> {
         return match word {
             "HELP" | "TYPE" if !is_name(name) => Some(malformed()),
             "HELP" => Some(Ok(Line::Help(name, rest))),
+            "TYPE" if !KINDS.contains(&rest) => Some(malformed()),
             "TYPE" => Some(Ok(Line::Type(name, rest))),
             _ => None,
         };
@@ -126,8 +127,60 @@ fn line(text: &str) -> Option<Result<Line<'_>, String>> {
     if text.is_empty() {
         return None;
     }
-    let end = text.find(['{', ' ']).filter(|&end| is_name(&text[..end]));
-    Some(end.map_or_else(malformed, |end| Ok(Line::Sample(&text[..end], &text[end..]))))
+    Some(sample(text).map_or_else(malformed, Ok))
+}
+
+/// Types of families.
+const KINDS: [&str; 5] = ["counter", "gauge", "histogram", "summary", "untyped"];
+
+/// Whether a sample belongs to a family.
+fn is_sample_of(name: &str, family: &str) -> bool {
+    let is_suffix = |rest| ["", "_bucket", "_sum", "_count"].contains(&rest);
+    !family.is_empty() && name.strip_prefix(family).is_some_and(is_suffix)
+}
+
+/// Parses `NAME[{LABELS}] VALUE [TIME]`.
+fn sample(text: &str) -> Option<Line<'_>> {
+    let end = text.find(['{', ' ']).filter(|&end| is_name(&text[..end]))?;
+    let (name, rest) = text.split_at(end);
+    let value = match rest.strip_prefix('{') {
+        Some(labels) => after_labels(labels)?,
+        None => rest,
+    };
+    let mut words = value.strip_prefix(' ')?.split(' ');
+    words.next()?.parse::<f64>().ok()?;
+    if let Some(time) = words.next() {
+        time.parse::<i64>().ok()?;
+    }
+    words.next().is_none().then_some(Line::Sample(name, rest))
+}
+
+/// The text after `NAME="VALUE",...}`. No label occurs twice, and none is named `store`, since that
+/// label is added.
+fn after_labels(mut text: &str) -> Option<&str> {
+    let mut names = vec!["store"];
+    loop {
+        if let Some(rest) = text.strip_prefix('}') {
+            return Some(rest);
+        }
+        let (name, value) = text.split_once("=\"")?;
+        if !is_name(name) || name.contains(':') || names.contains(&name) {
+            return None;
+        }
+        names.push(name);
+        let mut is_escaped = false;
+        let end = value.find(|c| {
+            let is_end = c == '"' && !is_escaped;
+            is_escaped = c == '\\' && !is_escaped;
+            is_end
+        })?;
+        let rest = &value[end + 1..];
+        text = match rest.strip_prefix(',') {
+            Some(next) => next,
+            None if rest.starts_with('}') => rest,
+            None => return None,
+        };
+    }
 }
 
 fn is_name(text: &str) -> bool {
@@ -168,8 +221,41 @@ mod tests {
     }
 
     #[test]
+    fn samples_outside_a_family_are_families_of_their_own() {
+        let mut page = Page::default();
+        let text = "a 1\n# TYPE b counter\nb{c=\"}\\\"\\\\\",} +Inf 7\nb_more NaN\n";
+        page.add("s", text).expect("valid");
+        assert_eq!(
+            page.render(Format::Prometheus),
+            "# HELP a \n# TYPE a untyped\na{store=\"s\"} 1\n# HELP b \n# TYPE b counter\n\
+             b{store=\"s\",c=\"}\\\"\\\\\",} +Inf 7\n# HELP b_more \n# TYPE b_more untyped\n\
+             b_more{store=\"s\"} NaN\n"
+        );
+    }
+
+    #[test]
     fn a_malformed_text_adds_nothing() {
-        for wrong in ["{\"a\":1}", "a", "1a 2", "# TYPE 1a counter", "\u{e9} 1"] {
+        for wrong in [
+            "{\"a\":1}",
+            "a",
+            "1a 2",
+            "# TYPE 1a counter",
+            "# TYPE a number",
+            "\u{e9} 1",
+            "a ",
+            "a x",
+            "a 1 x",
+            "a 1 2 3",
+            "a{b=\"c\"}1",
+            "a{b=\"c\"",
+            "a{b=\"c} 1",
+            "a{b=\"c\\\"} 1",
+            "a{b=c} 1",
+            "a{=\"c\"} 1",
+            "a{b=\"c\"d=\"e\"} 1",
+            "a{b=\"c\",b=\"d\"} 1",
+            "a{store=\"c\"} 1",
+        ] {
             let mut page = Page::default();
             let words = page.add("a", &format!("ok 1\n{wrong}\n")).expect_err(wrong);
             assert!(words.contains(wrong) && page.families.is_empty(), "{wrong}: {words}");

@@ -2,9 +2,9 @@
 
 mod otlp;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
@@ -20,7 +20,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// A jump of the wall clock; smaller differences are delays of answers.
 const JUMP_NS: i128 = 1_000_000_000;
 
-/// What is exported, and where.
+/// The exported stores, and the collector.
 pub struct Opts {
     /// The stores.
     pub sources: Vec<Source>,
@@ -28,7 +28,7 @@ pub struct Opts {
     pub endpoint: Option<Endpoint>,
     /// `service.name`.
     pub service: String,
-    /// Time between two looks at the stores.
+    /// Time between two exports.
     pub every: Duration,
     /// Time for a store to answer.
     pub timeout: Duration,
@@ -38,10 +38,11 @@ pub struct Opts {
 pub fn run(opts: &Opts) -> Outcome<()> {
     super::exit_on_signals()?;
     let mut readers: BTreeMap<PathBuf, Reader> = BTreeMap::new();
-    let mut pause = opts.every;
+    let (mut pause, mut faults) = (opts.every, BTreeSet::new());
     loop {
-        let stores = list(&opts.sources);
+        let mut stores = list(&opts.sources, &mut faults);
         readers.retain(|path, _| stores.iter().any(|store| store.path == *path));
+        stores.retain(|store| readers.get(&store.path).is_none_or(Reader::is_due));
         let from = |at: usize| readers.get(&stores[at].path).map_or(0, |reader| reader.next);
         let request = |at| format!("transfers(from={},most={MOST_SPANS})", from(at));
         let answers = ask_all(&stores, request, opts.timeout);
@@ -51,22 +52,41 @@ pub fn run(opts: &Opts) -> Outcome<()> {
             let answer = answer.map_err(|refusal| refusal.to_string()).and_then(|text| {
                 serde_json::from_str(&text).map_err(|error| format!("malformed answer: {error}"))
             });
-            match answer.and_then(|answer| reader.export(&answer, store, opts)) {
+            match answer.map_err(Fault::Store).and_then(|one| reader.export(&one, store, opts)) {
                 Ok(more) => {
                     has_more |= more;
+                    reader.wait = None;
                     reader.say(store, String::new());
                 }
-                Err(words) => {
+                Err(Fault::Store(words)) => {
+                    reader.wait_longer(opts.every);
+                    reader.say(store, words);
+                }
+                Err(Fault::Collector(words)) => {
                     failed = true;
+                    reader.wait = None;
                     reader.say(store, words);
                 }
             }
         }
-        pause = if failed { (pause * 2).min(MAX_PAUSE.max(opts.every)) } else { opts.every };
+        pause = if failed { longer(pause, opts.every) } else { opts.every };
         if failed || !has_more {
             std::thread::sleep(pause);
         }
     }
+}
+
+/// The pause after one more failure.
+fn longer(pause: Duration, every: Duration) -> Duration {
+    (pause * 2).min(MAX_PAUSE.max(every))
+}
+
+/// Why nothing was exported.
+enum Fault {
+    /// The store does not answer well: only its own export pauses.
+    Store(String),
+    /// The collector takes nothing now: all exports pause.
+    Collector(String),
 }
 
 /// The position in the log of one store.
@@ -80,9 +100,20 @@ struct Reader {
     offset_ns: Option<i128>,
     /// The last message.
     said: String,
+    /// After failures of the store: when it is asked again, and the pause until then.
+    wait: Option<(Instant, Duration)>,
 }
 
 impl Reader {
+    fn is_due(&self) -> bool {
+        self.wait.is_none_or(|(until, _)| Instant::now() >= until)
+    }
+
+    fn wait_longer(&mut self, every: Duration) {
+        let pause = longer(self.wait.map_or(every, |(_, pause)| pause), every);
+        self.wait = Some((Instant::now() + pause, pause));
+    }
+
     /// Prints a message, unless it is the last one; empty = all is well.
     fn say(&mut self, store: &Store, words: String) {
         if self.said != words {
@@ -97,11 +128,11 @@ impl Reader {
 
     /// Exports the transfers of an answer; returns whether there are more. A transfer that the collector
     /// could not take now is read again.
-    fn export(&mut self, answer: &Value, store: &Store, opts: &Opts) -> Result<bool, String> {
+    fn export(&mut self, answer: &Value, store: &Store, opts: &Opts) -> Result<bool, Fault> {
         let (run, all) = (text(answer, "run"), &answer["transfers"]);
         let is_run = run.len() == 16 && run.bytes().all(|byte| byte.is_ascii_hexdigit());
         let Some(all) = all.as_array().filter(|_| is_run) else {
-            return Err("malformed answer: it has no transfers".into());
+            return Err(Fault::Store("malformed answer: it has no transfers".into()));
         };
         if self.run != run {
             // Another opening of the store: its numbers begin at 0 again.
@@ -120,7 +151,8 @@ impl Reader {
         let missed = number(answer, "missed");
         if missed > 0 {
             eprintln!(
-                "kvtier: store {name}: {missed} transfers left the log before they were read"
+                "kvtier: store {name}: {missed} transfers were dropped from the log before they were exported: \
+                 lower --every"
             );
             self.next += missed;
         }
@@ -130,7 +162,7 @@ impl Reader {
             None => println!("{spans}"),
             Some(Ok(None)) => {}
             Some(Ok(Some(words))) => eprintln!("kvtier: store {name}: {words}"),
-            Some(Err(failure)) if failure.is_temporary => return Err(failure.words),
+            Some(Err(failure)) if failure.is_temporary => return Err(Fault::Collector(failure.words)),
             Some(Err(failure)) => {
                 eprintln!("kvtier: store {name}: {} spans are lost: {}", all.len(), failure.words);
             }

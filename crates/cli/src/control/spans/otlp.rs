@@ -1,5 +1,6 @@
 //! Spans in the JSON encoding of OTLP, and an OTLP/HTTP client without TLS.
 
+use std::borrow::Cow;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use crate::control::timed::{Timed, left};
 /// Time for a connection, for a request, and for its answer, together.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest answer that is read.
-const MAX_ANSWER_BYTES: u64 = 64 << 10;
+const MAX_ANSWER_BYTES: usize = 64 << 10;
 /// The path of traces below an endpoint.
 const TRACES: &str = "/v1/traces";
 /// `SPAN_KIND_INTERNAL`, and `STATUS_CODE_ERROR`.
@@ -136,7 +137,8 @@ impl Endpoint {
         let Ok(httparse::Status::Complete(end)) = head.parse(answer) else {
             return fail(true, "the answer is not HTTP/1.1".into());
         };
-        let body = String::from_utf8_lossy(&answer[end..]);
+        let body = body_of(head.headers, &answer[end..]);
+        let body = String::from_utf8_lossy(&body);
         match head.code.unwrap_or(0) {
             200..=299 => {
                 let body: Value = serde_json::from_str(&body).unwrap_or_default();
@@ -172,10 +174,70 @@ impl Endpoint {
         );
         stream.write_all(head.as_bytes())?;
         stream.write_all(body.as_bytes())?;
-        let mut answer = Vec::new();
-        stream.take(MAX_ANSWER_BYTES).read_to_end(&mut answer)?;
+        let (mut answer, mut bytes) = (Vec::new(), [0; 4096]);
+        while answer.len() < MAX_ANSWER_BYTES && !is_whole(&answer) {
+            match stream.read(&mut bytes) {
+                Ok(0) => break,
+                Ok(count) => answer.extend_from_slice(&bytes[..count]),
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // The status says whether the spans were taken.
+                Err(_) if has_head(&answer) => break,
+                Err(error) => return Err(error),
+            }
+        }
         Ok(answer)
     }
+}
+
+fn has_head(answer: &[u8]) -> bool {
+    let mut headers = [httparse::EMPTY_HEADER; 64];
+    let parsed = httparse::Response::new(&mut headers).parse(answer);
+    parsed.is_ok_and(|status| status.is_complete())
+}
+
+/// Whether an answer is complete although the connection stays open.
+fn is_whole(answer: &[u8]) -> bool {
+    let mut headers = [httparse::EMPTY_HEADER; 64];
+    let mut head = httparse::Response::new(&mut headers);
+    let Ok(httparse::Status::Complete(end)) = head.parse(answer) else { return false };
+    let body = &answer[end..];
+    if head.code == Some(204) {
+        return true;
+    }
+    match header(head.headers, "transfer-encoding") {
+        Some(_) => chunks(body).1,
+        None => header(head.headers, "content-length")
+            .and_then(|text| text.parse().ok())
+            .is_some_and(|bytes: usize| body.len() >= bytes),
+    }
+}
+
+fn header<'a>(headers: &[httparse::Header<'a>], name: &str) -> Option<&'a str> {
+    let found = headers.iter().find(|header| header.name.eq_ignore_ascii_case(name))?;
+    std::str::from_utf8(found.value).ok().map(str::trim)
+}
+
+fn body_of<'a>(headers: &[httparse::Header<'_>], body: &'a [u8]) -> Cow<'a, [u8]> {
+    match header(headers, "transfer-encoding") {
+        Some(_) => Cow::Owned(chunks(body).0),
+        None => Cow::Borrowed(body),
+    }
+}
+
+/// The content of a chunked body so far, and whether its last chunk is there.
+fn chunks(mut body: &[u8]) -> (Vec<u8>, bool) {
+    let mut content = Vec::new();
+    while let Ok(httparse::Status::Complete((start, bytes))) = httparse::parse_chunk_size(body) {
+        if bytes == 0 {
+            return (content, true);
+        }
+        let rest = &body[start..];
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).min(rest.len());
+        content.extend_from_slice(&rest[..bytes]);
+        // A line break follows each chunk.
+        body = rest.get(bytes + 2..).unwrap_or_default();
+    }
+    (content, false)
 }
 
 #[cfg(test)]
@@ -205,6 +267,23 @@ mod tests {
     }
 
     #[test]
+    fn the_end_of_an_answer_is_found_on_an_open_connection() {
+        for whole in [
+            "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
+            "HTTP/1.1 503 Busy\r\ncontent-length:0\r\n\r\n",
+            "HTTP/1.1 204 No Content\r\n\r\n",
+            "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1;x=y\r\n}\r\n0\r\n",
+        ] {
+            assert!(is_whole(whole.as_bytes()), "{whole}");
+            let short = &whole[..whole.len() - 3];
+            assert!(!is_whole(short.as_bytes()), "{short}");
+        }
+        assert!(!is_whole(b"HTTP/1.1 200 OK\r\n\r\n{}"), "it ends with the connection");
+        let (content, is_whole) = chunks(b"2\r\nab\r\nffffffffffffffff\r\ncd");
+        assert_eq!((content.as_slice(), is_whole), (&b"abcd"[..], false));
+    }
+
+    #[test]
     fn answers_of_collectors_are_understood() {
         let endpoint = Endpoint::parse("http://a").expect("valid");
         let read = |answer: &str| match endpoint.read(answer.as_bytes()) {
@@ -215,6 +294,9 @@ mod tests {
         let partial = "{\"partialSuccess\":{\"rejectedSpans\":\"3\",\"errorMessage\":\"full\"}}";
         let (well, _, said) = read(&format!("HTTP/1.1 200 OK\r\n\r\n{partial}"));
         assert!(well && said.contains("\"3\" spans were rejected: full"), "{said}");
+        let chunked = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
+        let chunked = format!("{chunked}{:x}\r\n{partial}\r\n0\r\n\r\n", partial.len());
+        assert!(read(&chunked).2.contains("\"3\" spans were rejected: full"));
         for (answer, is_temporary, word) in [
             ("HTTP/1.1 503 Busy\r\n\r\nlater", true, "status 503: later"),
             ("HTTP/1.1 429 Slow\r\n\r\n", true, "429"),
