@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -37,8 +38,14 @@ class Engine:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
         self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended: {Path(self.log.name).read_text()[-4000:]}"
+        limit = threading.Timer(ANSWER_SECONDS, self.process.kill)
+        limit.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            limit.cancel()
+        assert line, (f"the engine ended, or had no answer to {name} in {ANSWER_SECONDS:g} s: "
+                      f"{Path(self.log.name).read_text()[-4000:]}")
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])

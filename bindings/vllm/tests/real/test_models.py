@@ -38,11 +38,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @pytest.mark.parametrize("kind", FULL + OTHERS)
-@pytest.mark.parametrize("door", ["connector", "spec"])
-def test_texts_of_a_restarted_engine_are_equal(door: str, kind: str, tmp_path: Path,
+@pytest.mark.parametrize("interface", ["connector", "spec"])
+def test_texts_of_a_restarted_engine_are_equal(interface: str, kind: str, tmp_path: Path,
                                                alone: Alone) -> None:
-    config = (connector if door == "connector" else spec)(tmp_path / "disk")
-    if door == "connector" and kind in OTHERS:
+    config = (connector if interface == "connector" else spec)(tmp_path / "disk")
+    if interface == "connector" and kind in OTHERS:
         with pytest.raises(RuntimeError, match="not supported.*kvtier_vllm.spec"):
             Engine(tmp_path / "log", kv_transfer_config=config, **options(kind))
         return
@@ -52,7 +52,7 @@ def test_texts_of_a_restarted_engine_are_equal(door: str, kind: str, tmp_path: P
     assert engine.in_turn(asked) == cold
     engine.call("reset")
     if kind == "mla":
-        # Continued from KV, sums differ from those of the whole prompt, but not from door to door.
+        # Continued from KV, sums differ from those of the whole prompt, but not from interface to interface.
         warm = _continued.setdefault(kind, engine.in_turn(asked))
         assert [text[0][:2] for text in warm] == [text[0][:2] for text in cold]
     assert engine.in_turn(asked) == warm
@@ -65,9 +65,9 @@ def test_texts_of_a_restarted_engine_are_equal(door: str, kind: str, tmp_path: P
     engine.close()
 
 
-@pytest.mark.parametrize("door", ["connector", "spec"])
-def test_a_lora_has_kv_of_its_own(door: str, tmp_path: Path, alone: Alone) -> None:
-    config = (connector if door == "connector" else spec)(tmp_path / "disk")
+@pytest.mark.parametrize("interface", ["connector", "spec"])
+def test_a_lora_has_kv_of_its_own(interface: str, tmp_path: Path, alone: Alone) -> None:
+    config = (connector if interface == "connector" else spec)(tmp_path / "disk")
     with_lora = {**options("gqa"), "enable_lora": True, "max_lora_rank": 8}
     lora, asked = str(Path(TINY) / "lora"), prompts(2)
     plain, plain_warm = alone.texts(asked, with_lora)

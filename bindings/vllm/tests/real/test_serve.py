@@ -34,7 +34,8 @@ def hang_up(server: Server, prompt: List[int]) -> None:
     body = {"model": "m", "prompt": prompt, "max_tokens": 200, "temperature": 0, "stream": True,
             "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    connection.getresponse().read(64)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.read(64)
     connection.close()
 
 
@@ -44,19 +45,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 def crowd(server: Server, seconds: float) -> int:
-    """Clients with conversations that grow, for so long. Returns the answers; an error fails the test."""
+    """Clients that send prompts for so long, and at least one each. Some hang up. Returns the number of complete
+    answers; an error fails the test."""
     end, done, errors = time.monotonic() + seconds, [0] * CLIENTS, []
 
     def client(number: int) -> None:
         drawn = random.Random(number)
         try:
-            while time.monotonic() < end:
+            while not done[number] or time.monotonic() < end:
                 text, size = TEXTS[drawn.randrange(8)], drawn.randrange(100, 1900)
                 if drawn.random() < 0.2:
                     hang_up(server, text[:size])
                 else:
                     assert len(complete(server, text[:size])["choices"][0]["token_ids"]) == 8
-                done[number] += 1
+                    done[number] += 1
         except BaseException as error:  # the test reports it
             errors.append(error)
 
@@ -69,10 +71,10 @@ def crowd(server: Server, seconds: float) -> int:
     return sum(done)
 
 
-@pytest.mark.parametrize("door", ["connector", "spec"])
-def test_clients_that_hang_up_leave_right_texts(door: str, tmp_path: Path, alone: Alone) -> None:
+@pytest.mark.parametrize("interface", ["connector", "spec"])
+def test_clients_that_hang_up_leave_right_texts(interface: str, tmp_path: Path, alone: Alone) -> None:
     # Requests end when their KV is on disk: the server is killed.
-    config = (connector if door == "connector" else spec)(tmp_path / "disk", level="disk")
+    config = (connector if interface == "connector" else spec)(tmp_path / "disk", level="disk")
     # The engine's own cache has room for two of the conversations.
     server = Server(tmp_path / "log", config, "--max-model-len", "4096",
                     "--num-gpu-blocks-override", "40")
