@@ -37,10 +37,10 @@ std::string with_slot(const std::string &spec, int slot) {
 }
 
 std::vector<std::uint64_t> split(std::uint64_t bytes) {
-    const std::uint64_t count = (bytes + part_bytes - 1) / part_bytes;
-    if (count == 0 || count > max_parts)
+    if (bytes == 0 || bytes > max_object_bytes)
         throw std::invalid_argument("an object of " + std::to_string(bytes) +
                                     " bytes cannot be stored: give 1 byte to 16 GiB");
+    const std::uint64_t count = (bytes + part_bytes - 1) / part_bytes;
     const std::uint64_t each = (bytes + count - 1) / count;
     std::vector<std::uint64_t> parts(count, each);
     parts.back() = bytes - each * (count - 1);
@@ -78,10 +78,11 @@ std::vector<kvt_view_t> views(const sized &where, std::vector<void *> &pages) {
     return out;
 }
 
+/// The size in a head; 0, as of a missing object, for a size that no object has.
 std::uint64_t decode(const std::array<std::uint8_t, head_bytes> &head) {
     std::uint64_t value = 0;
     for (std::size_t at = head_bytes; at-- > 0;) value = value << 8 | head[at];
-    return value;
+    return value <= max_object_bytes ? value : 0;
 }
 
 }  // namespace
@@ -295,18 +296,26 @@ void batch::start() {
     (void)advance();
 }
 
-bool batch::advance() {
-    const auto released = [this] { return (op_.info().state & KVT_OP_RELEASED) != 0; };
+bool batch::advance() noexcept {
     if (step_ == step::lookup && !cancelled_) submit();
-    if (step_ == step::looking && released()) step_ = step::copy; // the answers are hints for the get
+    if (step_ == step::looking && is_released()) step_ = step::copy; // the answers are hints for the get
     if (cancelled_ && (step_ == step::lookup || step_ == step::copy))
         fail(KVT_E_CANCELLED, "the transfer was cancelled");
     if (step_ == step::copy) submit();
-    if (step_ == step::copying && released()) take_result();
+    if (step_ == step::copying && is_released()) take_result();
     return step_ == step::ended;
 }
 
-void batch::submit() {
+/// Whether the op no longer uses the memory.
+bool batch::is_released() const noexcept {
+    try {
+        return (op_.info().state & KVT_OP_RELEASED) != 0;
+    } catch (...) { // the library has no such op
+        return true;
+    }
+}
+
+void batch::submit() noexcept {
     try {
         const bool looks_up = step_ == step::lookup;
         op_ = looks_up  ? store_->lookup(*where_, names_)
@@ -316,27 +325,39 @@ void batch::submit() {
     } catch (const kvt::exception &error) {
         if (error.status() == KVT_E_AGAIN) return; // too many transfers: the next call tries again
         fail(error.status(), error.what());
+    } catch (const std::exception &error) {
+        fail(KVT_E_NOMEM, error.what());
+    } catch (...) {
+        fail(KVT_E_PANIC, "an exception of an unknown type");
     }
 }
 
-void batch::fail(kvt_status_t status, const std::string &message) {
+void batch::fail(kvt_status_t status, const char *message) noexcept {
     status_ = status;
-    message_ = message;
     failed_ = names_.count();
     step_ = step::ended;
+    try {
+        message_ = message;
+    } catch (...) { // no memory: the status alone says what happened
+        message_.clear();
+    }
 }
 
-void batch::take_result() {
-    step_ = step::ended;
-    const kvt::error error = op_.error();
-    status_ = error.status();
-    if (status_ != KVT_OK) {
-        message_ = std::string(error.name()) + ": " + error.message();
-        std::vector<kvt_op_item_t> items(names_.count());
-        const std::size_t count = op_.items(items);
-        for (std::size_t at = 0; at < count; at++) failed_ += items[at].status != KVT_OK;
+void batch::take_result() noexcept {
+    try {
+        step_ = step::ended;
+        const kvt::error error = op_.error();
+        status_ = error.status();
+        if (status_ != KVT_OK) {
+            message_ = std::string(error.name()) + ": " + error.message();
+            std::vector<kvt_op_item_t> items(names_.count());
+            const std::size_t count = op_.items(items);
+            for (std::size_t at = 0; at < count; at++) failed_ += items[at].status != KVT_OK;
+        }
+        op_ = kvt::op();
+    } catch (...) {
+        fail(status_ == KVT_OK ? KVT_E_NOMEM : status_, "the result of the transfer cannot be read");
     }
-    op_ = kvt::op();
 }
 
 void batch::cancel() {

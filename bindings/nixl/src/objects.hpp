@@ -26,6 +26,8 @@ constexpr std::size_t head_bytes = 8;
 constexpr std::uint64_t part_bytes = 4 << 20;
 /// Most parts of an object, the library's own limit.
 constexpr std::uint64_t max_parts = 4096;
+/// Most bytes of an object.
+constexpr std::uint64_t max_object_bytes = max_parts * part_bytes;
 /// Most objects of one op.
 constexpr std::size_t max_names = 1024;
 /// Most sizes whose namespaces are open, unless running transfers need more. A store has room for 64.
@@ -115,8 +117,9 @@ public:
     std::size_t count() const { return names_.count(); }
     /// Makes the batch ready to run, again.
     void start();
-    /// Does what can be done now. True when the memory of the objects is the caller's again.
-    bool advance();
+    /// Does what can be done now. True when the memory of the objects is the caller's again. An exception
+    /// ends the batch as failed.
+    bool advance() noexcept;
     /// Ends the batch early. `advance` still tells when.
     void cancel();
     /// After the end: KVT_OK, or why it failed.
@@ -127,9 +130,10 @@ public:
 
 private:
     enum class step { lookup, looking, copy, copying, ended };
-    void submit();
-    void fail(kvt_status_t status, const std::string &message);
-    void take_result();
+    bool is_released() const noexcept;
+    void submit() noexcept;
+    void fail(kvt_status_t status, const char *message) noexcept;
+    void take_result() noexcept;
 
     std::shared_ptr<objects> store_;
     std::shared_ptr<sized> where_;
