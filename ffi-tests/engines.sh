@@ -7,8 +7,8 @@
 # default: all. PREBUILT has lib/libkvtier.so (see cmake/build.sh). llama.cpp is an unmodified
 # llama-server, built in WORK/../llama; nixl is a plugin for NIXL's wheel, built in WORK/../nixl;
 # candle is examples/candle, built in WORK/candle with the library's sources; the others are Python
-# packages. vLLM also runs whole, on the processor, from an environment of its own in WORK/../vllm
-# (8 GB). For the others WORK gets one (8 GB) with torch, transformers and the engines' wheels,
+# packages. vLLM also runs whole, on the processor, alone and with LMCache, from an environment of its
+# own in WORK/../vllm (8 GB). For the others WORK gets one (8 GB) with torch, transformers and the engines' wheels,
 # without their dependencies: only their interfaces are used.
 # KVTIER_ENGINES_PYTHON names an interpreter that has all of them. With --bench the bench scripts
 # run, too, and print one line per result, JSON or text; Mooncake's script has lmdeploy's results. A
@@ -79,16 +79,18 @@ environment() {
         echo "SKIP: torch and the engines need 12 GiB of disk under $work, which has $free_mib MiB free"
         return 77
     fi
-    [ -x "$work/venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$work/venv" || return 1
+    # An interrupted start leaves an interpreter without pip.
+    "$work/venv/bin/python" -m pip --version >/dev/null 2>&1 ||
+        "${PYTHON:-python3}" -m venv --clear "$work/venv" || return 1
     # shellcheck disable=SC2086
-    if ! "$work/venv/bin/pip" install -q $base $small; then
+    if ! "$work/venv/bin/python" -m pip install -q $base $small; then
         echo "SKIP: pip cannot install torch, transformers and small packages"
         return 77
     fi
     for engine in $engines; do
         [ -n "${wheels[$engine]}" ] || continue
         # shellcheck disable=SC2086
-        "$work/venv/bin/pip" install -q --no-deps ${wheels[$engine]} ||
+        "$work/venv/bin/python" -m pip install -q --no-deps ${wheels[$engine]} ||
             echo "SKIP: pip cannot install ${wheels[$engine]}; its tests are skipped"
     done
 }
@@ -107,7 +109,12 @@ headers() {
 headers
 python=${KVTIER_ENGINES_PYTHON:-}
 if [ -z "$python" ]; then
-    environment || exit
+    environment || {
+        status=$?
+        # A skip must not hide a failure before it.
+        [ $failed -eq 0 ] || status=1
+        exit $status
+    }
     python=$work/venv/bin/python
 fi
 
@@ -172,12 +179,18 @@ for engine in $engines; do
         "$root/ffi-tests/versions/test_versions.py"
 done
 
-case " $engines " in
-    *" vllm "*)
-        echo "--- vllm, a whole engine for processors"
-        "$root/bindings/vllm/real_test.sh" "$prebuilt" "$beside/vllm" ${bench:+--bench} || failed=1
-        ;;
-esac
+for engine in $engines; do
+    case $engine in
+        vllm)
+            echo "--- vllm, a whole engine for processors"
+            "$root/bindings/vllm/real_test.sh" "$prebuilt" "$beside/vllm" ${bench:+--bench} || failed=1
+            ;;
+        lmcache)
+            echo "--- lmcache in a whole vLLM for processors"
+            "$root/bindings/vllm/real_test.sh" "$prebuilt" "$beside/vllm" --lmcache || failed=1
+            ;;
+    esac
+done
 
 if [ -n "$bench" ]; then
     ran=" "

@@ -7,10 +7,12 @@
 Needs torch, transformers, gguf, accelerate and safetensors.
 """
 
+import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Iterator
 
 import safetensors.torch
 import torch
@@ -41,6 +43,17 @@ KINDS: Dict[str, Any] = {
 }
 
 
+@contextlib.contextmanager
+def complete(folder: Path) -> Iterator[Path]:
+    """A new folder that gets its name when it is complete, in place of an old one."""
+    new = folder.with_name(folder.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    yield new
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+
+
 def save(model: Any, folder: Path) -> None:
     config = model.config
     if hasattr(config, "quantization_config"):
@@ -54,9 +67,9 @@ def save(model: Any, folder: Path) -> None:
 
 
 def from_gguf(file: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(folder)
-    save(AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name), folder)
+    with complete(folder) as new:
+        AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name).save_pretrained(new)
+        save(AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name), new)
 
 
 def tiny(folder: Path) -> None:
@@ -64,8 +77,10 @@ def tiny(folder: Path) -> None:
         torch.manual_seed(7)
         config = CONFIG_MAPPING[architecture](**{**TINY, **more})
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-        model.save_pretrained(folder / name)
-    adapter(folder)
+        with complete(folder / name) as new:
+            model.save_pretrained(new)
+    with complete(folder / "lora") as new:
+        adapter(new)
 
 
 def adapter(folder: Path) -> None:
@@ -79,9 +94,8 @@ def adapter(folder: Path) -> None:
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{at}.lora_A.weight"] = torch.randn(rank, wide) * 0.2
             tensors[f"{at}.lora_B.weight"] = torch.randn(count * TINY["head_dim"], rank) * 0.2
-    (folder / "lora").mkdir(exist_ok=True)
-    safetensors.torch.save_file(tensors, folder / "lora" / "adapter_model.safetensors")
-    (folder / "lora" / "adapter_config.json").write_text(json.dumps({
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({
         "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(heads),
         "bias": "none", "task_type": "CAUSAL_LM"}))
 
