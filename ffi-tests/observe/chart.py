@@ -22,7 +22,10 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHART = ROOT / "packaging" / "kubernetes" / "kvtier"
 # The oldest version that Chart.yaml accepts, and the newest one with a schema.
 VERSIONS = ("1.25", None)
+IMAGE = {"repository": "registry.example/kvtier"}
+VLLM_IMAGE = {"repository": "registry.example/vllm-kvtier"}
 ALL = {
+    "image": IMAGE,
     "prepare": True,
     "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}, "annotations": False},
     "spans": {"enabled": True},
@@ -31,17 +34,25 @@ ALL = {
     "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
     "imagePullSecrets": [{"name": "registry"}],
     "priorityClassName": "system-node-critical",
-    "vllm": {"enabled": True, "gpus": 2, "spec": "policy=qos(inner=s3fifo)", "args": ["--max-model-len=32768"],
+    "vllm": {"enabled": True, "image": VLLM_IMAGE, "gpus": 2, "spec": "policy=qos(inner=s3fifo)",
+             "args": ["--max-model-len=32768"],
              "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}]},
 }
 CASES = {
-    "the defaults": {},
+    "the defaults": {"image": IMAGE},
     "everything": ALL,
-    "vLLM on processors": {"prepare": False, "vllm": {"enabled": True, "gpus": 0}},
+    "vLLM on processors": {"image": IMAGE, "prepare": False, "vllm": {"enabled": True, "image": VLLM_IMAGE, "gpus": 0}},
 }
 # Values that the schema of the chart must refuse, and a word of the message.
 WRONG = [({"user": 0}, "user"), ({"node": {"disk": "relative", "sockets": "/run/kvtier"}}, "disk"),
-         ({"vllm": {"host": "64 G"}}, "host"), ({"spans": {"endpoint": "https://a"}}, "endpoint")]
+         ({"vllm": {"host": "64 G"}}, "host"), ({"spans": {"endpoint": "https://a"}}, "endpoint"),
+         ({"metrics": {"timeout": 15}}, "timeout"), ({"metrics": {"serviceMonitor": {"interval": "1h"}}}, "interval")]
+# Values, and a namespace, that the templates must refuse, and words of the message.
+REFUSED = [({}, "llm", "image.repository is empty: build packaging/kubernetes/Dockerfile"),
+           ({"image": IMAGE, "vllm": {"enabled": True}}, "llm", "vllm.image.repository is empty"),
+           ({"image": IMAGE, "vllm": {"enabled": True, "image": VLLM_IMAGE}}, "n" * 63, "at most 67 are accepted"),
+           ({"image": IMAGE, "metrics": {"timeout": 14, "serviceMonitor": {"enabled": True, "interval": "20s"}}}, "llm",
+            "a scrape may take 29s")]
 
 
 def main():
@@ -79,6 +90,14 @@ def main():
             faults.append(f"the schema accepts {values}")
         except helm.HelmError as error:
             if word not in str(error):
+                faults.append(f"{values}: {error}")
+    for values, namespace, words in REFUSED:
+        try:
+            with helm.Chart.load(CHART) as chart:
+                chart.render(values, name="test", namespace=namespace)
+            faults.append(f"the templates accept {values} in {namespace}")
+        except helm.HelmError as error:
+            if words not in str(error):
                 faults.append(f"{values}: {error}")
     faults += planted(kubernetes_validate)
     for fault in faults:
@@ -145,7 +164,10 @@ def command(container, tool):
     if line[:1] == ["vllm"]:
         args = container["args"]
         options = json.loads(args[args.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
-        spec = options["spec"].replace("$(POD_NAME)", "pod-0")
+        spec = options["spec"].replace("$(POD_NAME)", "pod-0").replace("$(POD_NAMESPACE)", "llm")
+        variables = {one["name"] for one in container["env"]}
+        if not {"POD_NAME", "POD_NAMESPACE"} <= variables or "$(POD_NAMESPACE)" not in options["disk_path"]:
+            return ["paths of the node need the pod's name and namespace"]
         said = subprocess.run([tool, "spec", spec], capture_output=True, text=True, timeout=60, check=False)
         return [] if said.returncode == 0 else [said.stdout + said.stderr]
     return [] if container["name"] == "prepare" else [f"unknown command {line}"]
