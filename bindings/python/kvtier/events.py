@@ -156,6 +156,7 @@ class Publisher:
         self._counts = dict.fromkeys(("batches", "events", "missed", "snapshots", "replays",
                                       "bad_requests", "dropped_descriptions"), 0)
         self._described: Deque[Tuple[List[bytes], List[Block]]] = deque()
+        self._reported_drops = False
         #: The last batch of all that is resident for replays: its number, its time, the events
         #: that were published before it, and its payload.
         self._state: Optional[Tuple[int, float, int, bytes]] = None
@@ -240,6 +241,14 @@ class Publisher:
             self._counts["dropped_descriptions"] += len(self._described.popleft()[0])
         self._described.append((list(keys), list(blocks)))
         self._wake()
+
+    def _report_dropped(self) -> None:
+        dropped = self._counts["dropped_descriptions"]
+        if dropped and not self._reported_drops:
+            self._reported_drops = True
+            logger.warning("%d descriptions of blocks were dropped, because they came faster than "
+                           "they could be published: routers do not see these blocks. Further "
+                           "ones are only counted, in dropped_descriptions of stats()", dropped)
 
     def _wake(self) -> None:
         # The lock keeps the pipe open: a number that is closed may be another file's by now.
@@ -332,6 +341,7 @@ class Publisher:
     def _step(self) -> None:
         """Publishes the changes since the last step."""
         follower = self._follower
+        self._report_dropped()
         while self._described:
             follower.label(*self._described.popleft())
         missed, snapshots = follower.missed, follower.snapshots

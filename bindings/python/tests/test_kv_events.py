@@ -261,7 +261,7 @@ def test_replays_of_all_that_is_resident_share_a_batch(store, blocks, places, mo
         assert view_of(again) == resident(store)
 
 
-def test_descriptions_that_are_dropped_are_counted(store, blocks, places, monkeypatch):
+def test_descriptions_that_are_dropped_are_counted(store, blocks, places, monkeypatch, caplog):
     monkeypatch.setattr(kvtier.events, "_DESCRIPTIONS", 1)
     with Publisher(store, places[0], described=True) as publisher:
         until("it follows", lambda: publisher.stats()["snapshots"] == 1)
@@ -279,6 +279,7 @@ def test_descriptions_that_are_dropped_are_counted(store, blocks, places, monkey
             publisher.describe(blocks.keys([number]), [Block(number)])
         assert publisher.stats()["dropped_descriptions"] == 3
         go.set()
+        until("the publisher warns", lambda: "3 descriptions of blocks were dropped" in caplog.text)
 
 
 def test_a_wake_after_the_end_writes_to_no_other_file(store, places):
