@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "python" / "tests"))
+from processes import serve  # noqa: E402
 
 ANSWER_SECONDS = 300.0
 
@@ -98,25 +100,5 @@ def digest(memory: "np.ndarray[Any, Any]") -> str:
     return hashlib.sha256(memory.tobytes()).hexdigest()
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # NIXL prints
-    agent = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        name = command.pop("do")
-        try:
-            if name == "start":
-                agent = Agent(**command)
-                result: Any = True
-            else:
-                result = getattr(agent, name)(**command)
-            answer = {"result": result}
-        except BaseException as error:  # the test sees it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Agent)

@@ -7,13 +7,9 @@ libplugin_KVTIER.so and libplugin_OBJ.so. `ffi-tests/run --engines nixl` provide
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import time
+import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
@@ -21,41 +17,24 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1] / "python" / "tests"))
+from processes import Child, Redis, redis_server  # noqa: E402
+
 PYTHON = os.environ.get("KVTIER_NIXL_PYTHON", "")
 PLUGINS = os.environ.get("KVTIER_NIXL_PLUGINS", "")
 pytestmark = pytest.mark.skipif(not PYTHON or not PLUGINS,
                                 reason="KVTIER_NIXL_PYTHON and KVTIER_NIXL_PLUGINS are not set")
-ANSWER_SECONDS = 300.0
 #: One byte, a head's size, a page, a block, several parts, and parts of unequal sizes.
 SIZES = [1, 8, 4096, 1 << 20, 8 << 20, (9 << 20) + 3]
 KEYS = [f"model/0123/{at}.bin" for at in range(len(SIZES))]
 
 
-class Agent:
+class Agent(Child):
     """A NIXL agent in a process of its own."""
 
     def __init__(self, log: Path, params: Dict[str, str], **more: Any) -> None:
-        environment = {**os.environ, "NIXL_PLUGIN_DIR": PLUGINS, **more.pop("environment", {})}
-        self.path, self.log = log, log.open("ab")
-        self.process = subprocess.Popen(
-            [PYTHON, str(HERE / "agent.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, text=True, env=environment)
-        try:
-            self.call("start", params=params, **more)
-        except BaseException:
-            self.kill()
-            raise
-
-    def call(self, command: str, **arguments: Any) -> Any:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the agent ended: {self.path.read_text()[-4000:]}"
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
+        environment = {"NIXL_PLUGIN_DIR": PLUGINS, **more.pop("environment", {})}
+        super().__init__([PYTHON, HERE / "agent.py"], log, environment, {"params": params, **more})
 
     def write(self, keys: List[str] = KEYS, sizes: List[int] = SIZES, **more: Any) -> Any:
         return self.call("transfer", kind="WRITE", keys=keys, sizes=sizes, **more)
@@ -66,52 +45,15 @@ class Agent:
     def sizes(self, keys: List[str] = KEYS) -> List[int]:
         return [int(one["size"]) if one else 0 for one in self.call("query", keys=keys)]
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
 
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        assert self.process.wait(ANSWER_SECONDS) == 0
-        self.log.close()
-
-
-class Redis:
-    """A Redis server of this test."""
-
-    def __init__(self, *options: str) -> None:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            self.port = one.getsockname()[1]
-        self.process = subprocess.Popen(
-            ["redis-server", "--port", str(self.port), "--save", "", *options],
-            stdout=subprocess.DEVNULL)
-        end = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < end:
-            with socket.socket() as one:
-                if one.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.01)
-        raise AssertionError("redis-server does not start")
-
-    @property
-    def remote(self) -> str:
-        return f'redis(url="redis://127.0.0.1:{self.port}", absent=1, timeout=600000)'
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+def remote_of(redis: Redis) -> str:
+    return f'redis(url="{redis.url}", absent=1, timeout=600000)'
 
 
 @pytest.fixture
 def redis() -> Iterator[Redis]:
-    if not shutil.which("redis-server"):
-        pytest.skip("redis-server is not installed")
-    server = Redis()
-    yield server
-    server.kill()
+    with redis_server() as server:
+        yield server
 
 
 @pytest.fixture
@@ -176,22 +118,17 @@ def test_two_processes_share_objects_through_a_directory(log: Path, shared: Path
 
 
 def test_two_processes_share_objects_through_redis(log: Path, redis: Redis) -> None:
-    exchange(log, {"spec": f"store(host=128MiB, remote={redis.remote})"})
+    exchange(log, {"spec": f"store(host=128MiB, remote={remote_of(redis)})"})
 
 
 def test_the_password_of_the_remote_comes_from_the_environment(log: Path) -> None:
-    if not shutil.which("redis-server"):
-        pytest.skip("redis-server is not installed")
-    server = Redis("--requirepass", "secret")
-    try:
-        params = {"spec": f"store(host=128MiB, remote={server.remote})"}
+    with redis_server("--requirepass", "secret") as server:
+        params = {"spec": f"store(host=128MiB, remote={remote_of(server)})"}
         agent = Agent(log, params, environment={"KVTIER_REMOTE_PASSWORD": "secret"})
         assert agent.write()["states"] == ["DONE"]
         agent.close()
         with pytest.raises(RuntimeError, match="NIXL_ERR_BACKEND"):
             Agent(log, params, environment={"KVTIER_REMOTE_PASSWORD": "wrong"})
-    finally:
-        server.kill()
 
 
 def test_thousands_of_objects_in_one_transfer(log: Path, shared: Path) -> None:
@@ -363,7 +300,7 @@ def test_a_transfer_may_be_released_while_it_runs(log: Path, shared: Path) -> No
 
 def test_a_released_read_ends_in_its_remote_lookup(log: Path, redis: Redis) -> None:
     """The server does not answer. The release neither waits for it nor starts the copy."""
-    params = {"spec": f"store(host=128MiB, remote={redis.remote})", "lookup_s": "600"}
+    params = {"spec": f"store(host=128MiB, remote={remote_of(redis)})", "lookup_s": "600"}
     writer, reader = Agent(log, params), Agent(log, params)
     writer.write(KEYS[:4], SIZES[:4])
     writer.close()
@@ -376,7 +313,7 @@ def test_a_released_read_ends_in_its_remote_lookup(log: Path, redis: Redis) -> N
 
 
 def test_a_dead_server_is_an_error_and_the_agent_goes_on(log: Path, redis: Redis) -> None:
-    params = {"spec": f"store(host=128MiB, remote={redis.remote})", "lookup_s": "1"}
+    params = {"spec": f"store(host=128MiB, remote={remote_of(redis)})", "lookup_s": "1"}
     agent = Agent(log, params)
     assert agent.write(KEYS[:4], SIZES[:4])["states"] == ["DONE"]
     redis.kill()

@@ -2,9 +2,6 @@
 
 import http.client
 import json
-import shutil
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +12,7 @@ import kvtier
 import numpy as np
 import pytest
 from gate import HANG_S
+from processes import redis_server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "router"))
 
@@ -93,25 +91,8 @@ def request(router, tokens):
 
 @pytest.fixture
 def redis():
-    if not shutil.which("redis-server"):
-        pytest.skip("redis-server is not installed")
-
-    def answers():
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
-    for _ in range(10):  # repeats if another program takes the port in between
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        until("the server answers", lambda: answers() or server.poll() is not None)
-        if server.poll() is None:
-            break
-    with server:
-        yield port
-        server.kill()
+    with redis_server() as server:
+        yield server.port
 
 
 def test_the_router_selects_the_engine_with_the_longest_prefix(runtime, redis):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import kvtier
 import pytest
+from processes import redis_server
 
 
 def test_sizes_are_parsed_and_bad_options_are_rejected() -> None:
@@ -46,31 +42,14 @@ def test_the_secrets_of_a_remote_come_from_the_environment(monkeypatch: Any) -> 
     """A Redis server that takes one password: the store says so when it opens with another."""
     from kvtier_vllm.settings import Settings, SharedStore
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    if not shutil.which("redis-server"):
-        pytest.skip("redis-server is not installed")
-    server = subprocess.Popen(["redis-server", "--port", str(port), "--save", "", "--requirepass",
-                               "right"], stdout=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + 600
-        while True:
-            assert time.monotonic() < end
-            with socket.socket() as one:
-                if not one.connect_ex(("127.0.0.1", port)):
-                    break
-            time.sleep(0.01)
-        remote = f'redis(url="redis://127.0.0.1:{port}", require=true, timeout=600000)'
+    with redis_server("--requirepass", "right") as server:
+        remote = f'redis(url="{server.url}", require=true, timeout=600000)'
         settings = Settings.from_config({"spec": f"store(host=16MiB, remote={remote})"})
         monkeypatch.setenv("KVTIER_REMOTE_PASSWORD", "right")
         SharedStore(settings).close()
         monkeypatch.setenv("KVTIER_REMOTE_PASSWORD", "wrong")
         with pytest.raises(kvtier.Error):
             SharedStore(settings)
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.mark.parametrize("given", [7, [], {"tenant": "x"}, {"stop": "never"}, {"priority": 999},

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 import pytest
+from processes import Child
 
 HERE = Path(__file__).resolve().parent
 BLOCK = 16
@@ -40,55 +40,27 @@ def engine_is_installed() -> None:
         pytest.skip(reason)
 
 
-class Engine:
+class Engine(Child):
     """lmdeploy in a process of its own."""
 
     def __init__(self, log: Path, model: Path, **options: Any) -> None:
-        self.log = log.open("ab")
-        env = {
-            **os.environ,
+        environment = {
             "PYTHONPATH": os.pathsep.join([str(HERE), *(path for path in sys.path if path)]),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
         }
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "whole.py")],
-            stdin=subprocess.PIPE,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-        )
-        self.call("start", model=str(model), **options)
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended: {Path(self.log.name).read_text(errors='replace')[-6000:]}"
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
+        super().__init__([sys.executable, HERE / "whole.py"], log, environment,
+                         {"model": str(model), **options})
 
     def answers(self, prompts: List[List[int]], **more: Any) -> List[Any]:
         """The answers to prompts that are sent one after the other, because sums depend on the
         batch."""
         return [self.call("generate", prompts=[prompt], **more)[0] for prompt in prompts]
 
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self.log.close()
-
     def close(self) -> None:
-        assert self.process.stdin
         self.call("close")
-        self.process.stdin.close()
-        assert self.process.wait(SECONDS) == 0
-        self.log.close()
+        super().close()
 
 
 def connector(disk: Optional[Path] = None, **more: Any) -> Dict[str, Any]:

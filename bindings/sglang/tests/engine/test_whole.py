@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Dict, List, Optional
 
 import present  # noqa: F401, I001: skips where there is no engine
 import pytest
+from processes import Child
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 900.0
@@ -38,38 +38,19 @@ NUMBERS = random.Random(11)
 TEXTS = [[NUMBERS.randrange(3, 510) for _ in range(1600)] for _ in range(12)]
 
 
-class Engine:
+class Engine(Child):
     """SGLang in processes of its own."""
 
     def __init__(self, log: Path, model: Path, **options: Any) -> None:
-        self.log = log.open("ab")
-        env = {
-            **os.environ,
+        environment = {
             "PYTHONPATH": os.pathsep.join([str(HERE), *(path for path in sys.path if path)]),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         }
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "whole.py")],
-            stdin=subprocess.PIPE,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            start_new_session=True,
-        )
-        self.call("start", **{"model_path": str(model), "max_total_tokens": 8192, **options})
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended: {Path(self.log.name).read_text(errors='replace')[-6000:]}"
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
+        super().__init__(
+            [sys.executable, HERE / "whole.py"], log, environment,
+            {"model_path": str(model), "max_total_tokens": 8192, **options},
+            start_new_session=True)
 
     def answers(self, prompts: List[List[int]], **more: Any) -> List[Any]:
         """The answers to prompts that are sent one after the other, because sums depend on the

@@ -9,14 +9,13 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
-import traceback
 from array import array
 from pathlib import Path
 from typing import Any, Dict, List
 
 import processor
+from processes import serve
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
@@ -183,30 +182,8 @@ def fork_processes() -> None:
     multiprocessing.set_start_method = lambda *_, **__: None
 
 
-def main() -> None:
-    """Serves the commands until stdin ends."""
+if __name__ == "__main__":
     fork_processes()
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the engine prints
-    commands = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        name = command.pop("do")
-        try:
-            if name == "start":
-                commands = Commands(command)
-                result: Any = True
-            else:
-                result = getattr(commands, name)(**command)
-            answer = {"result": result}
-        except BaseException as error:  # the test gets it
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    commands = serve(lambda **options: Commands(options))
     if commands is not None:
         commands.engine.shutdown()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, Dict, List
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "python" / "tests"))
+from processes import serve  # noqa: E402
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -120,25 +123,5 @@ class Engine:
         return True
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the engine prints
-    engine = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        name, arguments = command.pop("do"), command
-        try:
-            if name == "start":
-                engine = Engine(arguments)
-                result: Any = True
-            else:
-                result = getattr(engine, name)(**arguments)
-            answer = {"result": result}
-        except BaseException as error:  # the test sees it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda **options: Engine(options))

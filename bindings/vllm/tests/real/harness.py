@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-import threading
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Set, Tuple, Union
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[2] / "python" / "tests"))
+from processes import Child  # noqa: E402
+
 PYTHON, MODEL = os.environ.get("KVTIER_VLLM_PYTHON", ""), os.environ.get("KVTIER_VLLM_MODEL", "")
 ANSWER_SECONDS = 600.0
 
@@ -23,33 +26,13 @@ ANSWER_SECONDS = 600.0
 running: "Set[Union[Engine, Server]]" = set()
 
 
-class Engine:
+class Engine(Child):
     """A vLLM in a process of its own."""
 
     def __init__(self, log: Path, **options: Any) -> None:
-        self.log = log.open("ab")
-        self.process = subprocess.Popen([PYTHON, str(HERE / "engine.py")], stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=self.log, text=True)
         running.add(self)
-        options = {"model": MODEL, "max_model_len": 4096, **options}
-        self.call("start", **options)
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
-        self.process.stdin.flush()
-        limit = threading.Timer(ANSWER_SECONDS, self.process.kill)
-        limit.start()
-        try:
-            line = self.process.stdout.readline()
-        finally:
-            limit.cancel()
-        assert line, (f"the engine ended, or had no answer to {name} in {ANSWER_SECONDS:g} s: "
-                      f"{Path(self.log.name).read_text()[-4000:]}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["result"]
+        super().__init__([PYTHON, HERE / "engine.py"], log, {},
+                         {"model": MODEL, "max_model_len": 4096, **options})
 
     def texts(self, prompts: List[List[int]], **more: Any) -> List[Any]:
         return [one and one["ids"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
@@ -61,16 +44,11 @@ class Engine:
         return [one["cached"] for one in self.call("generate", prompts=prompts, **more)["answers"]]
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
+        super().kill()
         running.discard(self)
 
     def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        assert self.process.wait(ANSWER_SECONDS) == 0
-        self.log.close()
+        super().close()
         running.discard(self)
 
 

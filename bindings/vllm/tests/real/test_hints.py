@@ -9,18 +9,9 @@ from typing import Any, Dict, Iterator, List, Set
 
 import kvtier
 import pytest
-from harness import Server
+from harness import ANSWER_SECONDS, MODEL, PYTHON, Engine, Server, connector
 from kvtier_vllm.front import PATHS
-from test_stories import (  # noqa: F401: fixtures
-    ANSWER_SECONDS,
-    MODEL,
-    PYTHON,
-    TEXTS,
-    Engine,
-    alone,
-    connector,
-    log,
-)
+from test_stories import TEXTS, alone, log  # noqa: F401: fixtures
 
 pytestmark = pytest.mark.skipif(not PYTHON or not MODEL,
                                 reason="KVTIER_VLLM_PYTHON and KVTIER_VLLM_MODEL are not set")

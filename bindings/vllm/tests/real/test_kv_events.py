@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Tuple
 
 import pytest
-from test_stories import ANSWER_SECONDS, HERE, TEXTS, Engine, connector, pytestmark, spec
+from harness import ANSWER_SECONDS, HERE, Engine, connector, spec
+from test_stories import TEXTS, pytestmark
 
 sys.path.insert(0, str(HERE.parents[3] / "examples" / "router"))
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")

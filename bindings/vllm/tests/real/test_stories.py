@@ -6,17 +6,12 @@ a model (`models.py`). `ffi-tests/run --engines vllm` provides both.
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
 import pytest
-from harness import ANSWER_SECONDS, HERE, MODEL, PYTHON, Alone, Engine, connector, spec
+from harness import HERE, MODEL, PYTHON, Alone, Engine, connector, spec
+from processes import Redis, redis_server
 
 pytestmark = pytest.mark.skipif(not PYTHON or not MODEL,
                                 reason="KVTIER_VLLM_PYTHON and KVTIER_VLLM_MODEL are not set")
@@ -161,41 +156,16 @@ def test_a_load_that_fails_in_the_middle(config: Dict[str, Any], log: Path, tmp_
     engine.close()
 
 
-class Redis:
-    """A Redis server of this test."""
-
-    def __init__(self) -> None:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            self.port = one.getsockname()[1]
-        self.process = subprocess.Popen(["redis-server", "--port", str(self.port), "--save", ""],
-                                        stdout=subprocess.DEVNULL)
-        end = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < end:
-            with socket.socket() as one:
-                if one.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.01)
-        raise AssertionError("redis-server does not start")
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture
 def redis() -> Iterator[Redis]:
-    if not shutil.which("redis-server"):
-        pytest.skip("redis-server is not installed")
-    server = Redis()
-    yield server
-    server.kill()
+    with redis_server() as server:
+        yield server
 
 
 def test_two_servers_share_a_redis_and_survive_it(redis: Redis, log: Path, alone: Alone) -> None:
     prompts = [TEXTS[0][:1750], TEXTS[1][:700], TEXTS[2][:900]]
     cold, warm = alone.texts(prompts, {})
-    url = f'store(host=256MiB, remote=redis(url="redis://127.0.0.1:{redis.port}"))'
+    url = f'store(host=256MiB, remote=redis(url="{redis.url}"))'
     shared = connector(spec=url, level="remote", remote_lookup_s=60, host_bytes=None)
     first = Engine(log, kv_transfer_config=shared)
     assert first.in_turn(prompts) == cold
@@ -216,8 +186,8 @@ def test_one_engine_prefills_and_another_decodes(remote: str, layerwise: bool, l
                                                  alone: Alone) -> None:
     """The second engine runs, and has answered another prompt, before the first one prefills."""
     if remote == "redis":
-        port = request.getfixturevalue("redis").port
-        where = f'redis(url="redis://127.0.0.1:{port}", timeout=600000)'
+        url = request.getfixturevalue("redis").url
+        where = f'redis(url="{url}", timeout=600000)'
     else:
         (tmp_path / "shared").mkdir()
         where = f'dir(path="{tmp_path}/shared", timeout=600000)'
