@@ -184,9 +184,9 @@ impl Drop for Scope<'_, '_> {
 impl Session {
     /// Waits until no thread uses the memory of an op any more, and returns its result.
     fn finish(&self, op: &OpRef) -> Result<()> {
-        fork::check()?;
-        // Without a deadline it ends only when the op is released.
-        let result = op.wait(RELEASED, 0).and_then(|()| op.result());
+        // Without a deadline it ends only when the op is released, or when `call` has halted the store.
+        let wait = || op.wait(RELEASED, 0).and_then(|()| op.result());
+        let result = self.space.shared.call(wait);
         if let Err(error) = &result
             && error.status() == Status::Panic
         {

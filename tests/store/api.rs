@@ -361,10 +361,16 @@ fn a_fork_inherits_tenant_and_ttl() {
     let mut first = ns.session_with(&opts).expect("a session");
     first.append(&(0..32).collect::<Vec<_>>()).expect("tokens");
     put(&first, 32, 2, Level::Ram);
-    let fork = first.fork().expect("a fork");
-    put(&fork, 32, 2, Level::Ram);
+    let mut fork = first.fork().expect("a fork");
+    fork.append(&(0..16).collect::<Vec<_>>()).expect("tokens");
+    put(&fork, 48, 2, Level::Ram);
+    let bytes = 48 * 2 * 2 * TOKEN_BYTES;
+    let metrics = store.metrics().expect("metrics");
+    let line = metrics.lines().find(|line| line.starts_with("kvtier_tenant_put_bytes_total"));
+    let line = line.unwrap_or_default();
+    assert!(line.contains("\"5\"") && line.ends_with(&format!(" {bytes}")), "{line}");
     drop((first, fork));
-    wait_for_expired(&store, 2);
+    wait_for_expired(&store, 3);
 }
 
 #[test]
