@@ -340,7 +340,11 @@ impl StoreState {
     /// Makes sure that a tier's policy has a part of a chunk: a cell that has arrived, or what
     /// remains after an eviction. A remainder belongs to no session.
     pub(super) fn enter_cache(&mut self, at: At, tier: Tier, part: Part) {
-        self.charge_quota(at, tier as usize);
+        // Before the cells of a get arrive nothing counts: none may arrive.
+        let row = self.tables[at.table as usize].chunks.chunk(at.slot);
+        if row.is_some_and(|row| row.cells()[tier as usize] > 0) {
+            self.charge_quota(at, tier as usize);
+        }
         let rows = &self.tables[at.table as usize];
         let Some(cache) =
             cache_of(&mut self.eviction.host, &mut self.eviction.disk, &mut self.replicas, tier)
@@ -384,9 +388,9 @@ impl StoreState {
         };
         for layer in layers {
             let cell = Cell { chunk: at.slot, layer };
-            let is_there =
+            let is_resident =
                 marks.get(layer).is_some_and(|m| m.resident_tiers() & 1 << tier as u8 != 0);
-            if is_there {
+            if is_resident {
                 new_cells.add(
                     cache,
                     new_cell(&self.namespaces, rows, cell),
@@ -1248,10 +1252,10 @@ impl StoreState {
         let rows = &self.tables[table as usize];
         let marks = rows.chunks.marks(cell.chunk).and_then(|all| all.get(cell.layer));
         // A cell in motion is looked at again when it has arrived or left.
-        let is_there = marks.is_some_and(|marks| marks.resident_tiers() & HOST_MASK != 0);
+        let is_resident = marks.is_some_and(|marks| marks.resident_tiers() & HOST_MASK != 0);
         let is_demoting =
             self.writeback.demoting.get(&at).is_some_and(|demotion| demotion.has(cell.layer));
-        if !is_there || is_demoting || !self.may_vacate(owner) {
+        if !is_resident || is_demoting || !self.may_vacate(owner) {
             return false;
         }
         let id = rows.id(at.slot);

@@ -15,7 +15,7 @@ use crate::store::state::chunk_table::{Part, note};
 use crate::store::state::transfer::TransferKind;
 use crate::store::state::{At, DISK, HOST, StoreState};
 
-/// Most tenants with a quota of their own.
+/// Most tenants that have a quota of their own.
 pub const MAX_QUOTAS: usize = 1 << 16;
 
 /// Most chunks that one call tries to evict. Pinned and referenced ones are tried in vain, and count as
@@ -49,7 +49,7 @@ pub struct TenantUse {
 
 /// Quotas, and the use of tenants that have one.
 pub(super) struct Quotas {
-    /// Quota of tenants without one of their own.
+    /// Quota of each tenant that has none of its own.
     usual: [u64; 2],
     /// 0 = none of their own.
     own: BTreeMap<u32, [u64; 2]>,
@@ -86,10 +86,13 @@ impl StoreState {
     /// Sets a tenant's own quota of host memory or of the disk; 0 = the store's quota.
     pub fn set_quota(&mut self, tenant: u32, tier: Tier, bytes: u64) -> Result<()> {
         let Some(index) = index_of(tier as usize) else {
-            fail!(Unsupported, "a quota of {}: quotas are of HOST and DISK", tier.name());
+            fail!(Unsupported, "a quota of {}: set a quota of HOST or DISK", tier.name());
         };
         if tier == Tier::Disk && self.disk.is_none() {
-            fail!(Unsupported, "a quota of DISK: the store has no disk, open it with disk=");
+            fail!(
+                Unsupported,
+                "a quota of DISK: the store has no disk. Open it with disk=, or set a quota of HOST"
+            );
         }
         if tenant == 0 {
             fail!(
@@ -103,8 +106,8 @@ impl StoreState {
         {
             fail!(
                 Limit,
-                "{MAX_QUOTAS} tenants have quotas of their own, the limit: use quota= of \
-                          the store's spec for all others"
+                "{MAX_QUOTAS} tenants have quotas of their own, the limit: use quota= of the \
+                 store's spec for all others"
             );
         }
         let own = self.quotas.own.entry(tenant).or_default();
@@ -175,9 +178,9 @@ impl StoreState {
             self.stats.tenants.rejected_put(tenant);
             fail!(
                 Budget,
-                "a put of {more} bytes of tenant {tenant}, which has {has} bytes in host memory \
-                 and a quota of {quota}: put less at once, close sessions, end pins, or raise the \
-                 quota"
+                "a put of {more} bytes: tenant {tenant} has {has} bytes in host memory and would \
+                 exceed its quota of {quota}. Put less at once, close sessions, end pins, or raise \
+                 the quota"
             );
         }
         for slot in new {
@@ -348,6 +351,10 @@ impl StoreState {
                     let must = is_resident && quota[index] > 0 && self.must_charge(at, tier);
                     if must && !rows.has(slot, flag) {
                         fail!(State, "{at:?} does not count against the quota of tier {tier}");
+                    }
+                    let is_held = row.is_some_and(|row| row.refs() > 0);
+                    if rows.has(slot, flag) && !is_resident && !is_held {
+                        fail!(State, "{at:?} counts in tier {tier}, where it has no KV");
                     }
                 }
                 for (index, &(_, flag)) in

@@ -5,8 +5,10 @@ use std::collections::BTreeMap;
 use kvtier::base::budget::Tier;
 use kvtier::base::random::Random;
 use kvtier::base::status::Status;
+use kvtier::format::keys::Key;
 use kvtier::meta::chunks::Pin;
-use kvtier::store::state::{SessionOpts, TransferKind};
+use kvtier::store::state::tier_cache::Granularity;
+use kvtier::store::state::{Config, SessionOpts, TransferKind};
 
 use crate::look::world::World;
 
@@ -224,6 +226,33 @@ fn a_put_that_stores_nothing_does_not_count_against_the_quota() {
     world.rest(0);
     assert_eq!(usage(&world, 1).0, 4 * CHUNK_BYTES);
     assert_eq!((found(&world, 1, 4), found(&world, 2, 4)), (4, 0));
+}
+
+#[test]
+fn blocks_count_in_host_memory_when_they_arrive() {
+    let config = Config {
+        host_bytes: 1 << 20,
+        granularity: Granularity::Session,
+        quota: [4 * CHUNK_BYTES, 0],
+        ..Config::default()
+    };
+    let mut world = World::of(14, 4 << 20, config);
+    let at = world.open_with(1, &opts(1, 0));
+    let names = |first: u8| [0, 1, 2, 3].map(|i| Key([first + i; 32]));
+    for first in [10, 20] {
+        world.submit_blocks(at, TransferKind::Put, &names(first));
+        world.rest(0);
+    }
+    let evicted = |world: &World| world.core.0.lock().report().stats.quota_evicted_chunks;
+    assert_eq!(evicted(&world), 4, "the first ones are on disk only");
+    world.submit_blocks(at, TransferKind::Get, &names(10));
+    world.cancel_last();
+    world.rest(0);
+    world.core.0.lock().check().expect("sound tables");
+    assert_eq!((usage(&world, 1).0, evicted(&world)), (4 * CHUNK_BYTES, 4));
+    world.submit_blocks(at, TransferKind::Get, &names(10));
+    world.rest(0);
+    assert_eq!((usage(&world, 1).0, evicted(&world)), (4 * CHUNK_BYTES, 8));
 }
 
 #[test]

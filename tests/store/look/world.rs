@@ -14,6 +14,7 @@ use kvtier::meta::dtype::Dtype;
 use kvtier::meta::key::Key;
 use kvtier::meta::layout::{Group, Layout, Rule};
 use kvtier::store::executor::Tools;
+use kvtier::store::state::blocks::BlockTransfer;
 use kvtier::store::state::session::{LayerViews, PlaneView, Views};
 use kvtier::store::state::work::{Work, WorkerKind};
 use kvtier::store::state::{
@@ -84,11 +85,15 @@ impl World {
 
     /// Same as `new`, with an admission rule for the disk.
     pub fn with(seed: u64, host_bytes: u64, disk_bytes: u64, admission: &str) -> World {
+        let admission = admission.into();
+        World::of(seed, disk_bytes, Config { host_bytes, admission, ..Config::default() })
+    }
+
+    /// Same as `new`, with other parameters.
+    pub fn of(seed: u64, disk_bytes: u64, config: Config) -> World {
         let mut random = Random::new(seed);
         let config = Config {
-            host_bytes,
             host_policy: "lru".into(),
-            admission: admission.into(),
             max_chunks: 8192,
             max_sessions: 32,
             max_transfers: 64,
@@ -96,7 +101,7 @@ impl World {
             events: 256,
             batch_cells: 1 + random.below(8) as usize,
             batch_bytes: 1 << 20,
-            ..Config::default()
+            ..config
         };
         let batch_cells = config.batch_cells;
         let clock = Clock::manual(1);
@@ -276,6 +281,24 @@ impl World {
         let asked = [&[from as u32], &tokens[..]].concat();
         self.asked.push((number, session.namespace, asked, layers));
         Ok(())
+    }
+
+    /// Submits a transfer of blocks in all layers.
+    pub fn submit_blocks(&mut self, at: usize, kind: TransferKind, keys: &[Key]) {
+        let session = &self.sessions[at];
+        let layout = &self.namespaces[session.namespace].layout;
+        let tokens = keys.len() * layout.chunk_tokens() as usize;
+        let views = (0..layout.layers()).map(|layer| self.views(layout, layer, tokens));
+        let blocks = BlockTransfer {
+            keys: keys.to_vec(),
+            first_layer: 0,
+            layers: layout.layers(),
+            views: Arc::new(Views(views.collect())),
+            after: None,
+        };
+        let terms = (kind, Level::Ram, 0);
+        let number = self.core.0.lock().submit_blocks(session.number, terms, blocks).unwrap();
+        self.asked.push((number, session.namespace, vec![0], 0..0));
     }
 
     /// Cancels the transfer that was submitted last.
