@@ -153,7 +153,8 @@ mod tests {
     fn names_are_unique() {
         let sources = ["/x/kv.sock", "/y/kv.sock", "/z/other", "kv=/w/kv.sock"];
         let sources: Vec<_> = sources.map(|text| Source::parse(text).expect("valid")).into();
-        let names: Vec<String> = list(&sources, &mut BTreeSet::new()).into_iter().map(|one| one.name).collect();
+        let names: Vec<String> =
+            list(&sources, &mut BTreeSet::new()).into_iter().map(|one| one.name).collect();
         assert_eq!(names, ["kv", "/y/kv.sock", "other", "/w/kv.sock"]);
     }
 }

@@ -17,20 +17,20 @@ pub use otlp::Endpoint;
 const MOST_SPANS: usize = 1000;
 /// Longest pause after failed exports.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
-/// A jump of the wall clock; smaller differences are delays of answers.
+/// A larger difference of the two clocks is a jump of the wall clock, a smaller one a delay of an answer.
 const JUMP_NS: i128 = 1_000_000_000;
 
-/// The exported stores, and the collector.
+/// Options of the exporter.
 pub struct Opts {
-    /// The stores.
+    /// Control sockets of stores, or directories of them.
     pub sources: Vec<Source>,
-    /// The collector; None = print each export as a line.
+    /// Where spans are sent; None = print each export as a line.
     pub endpoint: Option<Endpoint>,
-    /// `service.name`.
+    /// The resource attribute `service.name` of all spans.
     pub service: String,
     /// Time between two exports.
     pub every: Duration,
-    /// Time for a store to answer.
+    /// Longest wait for the answer of a store.
     pub timeout: Duration,
 }
 
@@ -81,26 +81,26 @@ fn longer(pause: Duration, every: Duration) -> Duration {
     (pause * 2).min(MAX_PAUSE.max(every))
 }
 
-/// Why nothing was exported.
+/// Whose failure it is that nothing was exported.
 enum Fault {
-    /// The store does not answer well: only its own export pauses.
+    /// The store does not answer, or not as expected: only its own export pauses.
     Store(String),
-    /// The collector takes nothing now: all exports pause.
+    /// The collector accepts nothing for now: all exports pause.
     Collector(String),
 }
 
 /// The position in the log of one store.
 #[derive(Default)]
 struct Reader {
-    /// The opening of the store.
+    /// Identifies the opening of the store: numbers of transfers begin at 0 with each one.
     run: String,
-    /// Number of the next transfer.
+    /// Number of the next transfer to be exported.
     next: u64,
     /// The wall clock less the store's clock.
     offset_ns: Option<i128>,
-    /// The last message.
+    /// The last message about the store, which is not repeated; empty = all is well.
     said: String,
-    /// After failures of the store: when it is asked again, and the pause until then.
+    /// After failures of the store: when it is asked again, and the length of that pause.
     wait: Option<(Instant, Duration)>,
 }
 
@@ -114,7 +114,7 @@ impl Reader {
         self.wait = Some((Instant::now() + pause, pause));
     }
 
-    /// Prints a message, unless it is the last one; empty = all is well.
+    /// Prints a message unless it is the last one again; empty = all is well.
     fn say(&mut self, store: &Store, words: String) {
         if self.said != words {
             let name = &store.name;
@@ -126,8 +126,8 @@ impl Reader {
         }
     }
 
-    /// Exports the transfers of an answer; returns whether there are more. A transfer that the collector
-    /// could not take now is read again.
+    /// Exports the transfers of an answer. Returns whether the store has more of them. If the collector
+    /// accepts nothing for now, the transfers are read again later.
     fn export(&mut self, answer: &Value, store: &Store, opts: &Opts) -> Result<bool, Fault> {
         let (run, all) = (text(answer, "run"), &answer["transfers"]);
         let is_run = run.len() == 16 && run.bytes().all(|byte| byte.is_ascii_hexdigit());
@@ -135,7 +135,6 @@ impl Reader {
             return Err(Fault::Store("malformed answer: it has no transfers".into()));
         };
         if self.run != run {
-            // Another opening of the store: its numbers begin at 0 again.
             let is_whole = self.next == 0;
             *self = Reader {
                 run: run.into(),
@@ -162,7 +161,9 @@ impl Reader {
             None => println!("{spans}"),
             Some(Ok(None)) => {}
             Some(Ok(Some(words))) => eprintln!("kvtier: store {name}: {words}"),
-            Some(Err(failure)) if failure.is_temporary => return Err(Fault::Collector(failure.words)),
+            Some(Err(failure)) if failure.is_temporary => {
+                return Err(Fault::Collector(failure.words));
+            }
             Some(Err(failure)) => {
                 eprintln!("kvtier: store {name}: {} spans are lost: {}", all.len(), failure.words);
             }
@@ -171,7 +172,8 @@ impl Reader {
         Ok(all.len() == MOST_SPANS)
     }
 
-    /// The offset of the wall clock: the least one seen, since an answer takes time to arrive.
+    /// What to add to the store's clock for the wall clock: the least difference seen, since an answer
+    /// takes time to arrive.
     fn offset_ns(&mut self, now_ns: u64) -> i128 {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let seen = wall.as_nanos() as i128 - i128::from(now_ns);
