@@ -448,10 +448,10 @@ pub struct Views(pub Vec<LayerViews>);
 impl Views {
     /// Name and layer of the first plane that only a device can reach.
     pub fn on_device(&self) -> Option<(&'static str, usize)> {
-        let is_there = |plane: &PlaneView| plane.memory == Memory::Device;
+        let is_in_device = |plane: &PlaneView| plane.memory == Memory::Device;
         self.0.iter().enumerate().find_map(|(at, layer)| match &layer.v {
-            _ if is_there(&layer.k) => Some(("K", at)),
-            Some(v) if is_there(v) => Some(("V", at)),
+            _ if is_in_device(&layer.k) => Some(("K", at)),
+            Some(v) if is_in_device(v) => Some(("V", at)),
             _ => None,
         })
     }

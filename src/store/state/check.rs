@@ -182,10 +182,10 @@ impl StoreState {
             }
         };
         for (layer, marks) in table.chunks.marks(at.slot).unwrap_or_default().iter().enumerate() {
-            let is_there = marks.resident_tiers() & 1 << tier as u8 != 0;
+            let is_resident = marks.resident_tiers() & 1 << tier as u8 != 0;
             let leaves = tier != Tier::Device
                 && self.writeback.demoting.get(&at).is_some_and(|leave| leave.has(layer));
-            if is_there && !leaves && !in_its_granularity(layer) {
+            if is_resident && !leaves && !in_its_granularity(layer) {
                 fail!(
                     State,
                     "layer {layer} of {at:?} is resident in {}, but its policy does not have it",

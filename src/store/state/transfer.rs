@@ -322,7 +322,7 @@ pub(super) struct Transfers {
     /// Jobs that wait for another job's work on a cell.
     pub(super) cell_waiters: BTreeMap<(At, usize), WaitList>,
     pub(super) finished: Vec<Finished>,
-    /// Ended transfers, once somebody has read them.
+    /// Ended transfers, if the log has a reader.
     log: Option<Box<TransferLog>>,
     /// Buffer for pieces of host memory.
     pub(super) pieces: Vec<u32>,
@@ -745,7 +745,7 @@ impl StoreState {
         }
     }
 
-    /// Adds a transfer that ends to the log, if somebody reads that.
+    /// Adds a transfer that ends to the log if the log has a reader.
     fn log_ended(&mut self, number: u32) {
         if self.transfers.log.is_none() {
             return;
@@ -776,7 +776,7 @@ impl StoreState {
         }
     }
 
-    /// Whether ended transfers are logged: somebody has read them.
+    /// Whether ended transfers are logged: the log has a reader.
     pub fn logs_transfers(&self) -> bool {
         self.transfers.log.is_some()
     }

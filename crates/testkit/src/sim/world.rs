@@ -160,8 +160,7 @@ fn codecs(seed: u64) -> (Codec, [Option<Codec>; SPACES as usize]) {
     (store, [None, one_of(&[None, lz4, int8, int8]), one_of(&[None, none, lz4])])
 }
 
-/// Configuration of the store.
-/// Chunks that were removed from the disk although nobody asked for that.
+/// Number of chunks that the store removed on its own: by eviction, at their end, or for a quota.
 pub(super) fn evictions(counters: &StoreStats) -> u64 {
     counters.evicted_chunks
         + counters.evicted_parts
@@ -177,6 +176,7 @@ fn quota(seed: u64) -> [u64; 2] {
     }
 }
 
+/// Configuration of the store.
 fn config(
     seed: u64,
     random: &mut Random,
