@@ -496,7 +496,8 @@ public:
         const kvt_status_t status = kvt_store_set_limit(raw_, tier, bytes, f.out());
         return detail::check(status, f);
     }
-    /// Sets the most bytes of a tenant's chunks in a tier; 0 = no quota.
+    /// Sets the most bytes of a tenant's chunks in a tier; 0 removes its quota, so that `quota` of
+    /// the spec applies again.
     ret<void> set_quota(std::uint32_t tenant, kvt_tier_t tier, std::uint64_t bytes) const {
         detail::failure f;
         const kvt_status_t status = kvt_store_set_quota(raw_, tenant, tier, bytes, f.out());

@@ -237,13 +237,13 @@ typedef struct kvt_store_stats_t {
     uint64_t pins;
     /// Bytes of pinned chunks: all layers, stored or not, each cell in whole blocks of 4 KiB.
     uint64_t pinned_bytes;
-    /// Chunks that were not pinned, because pins had their share of the last tier (`pins` in the spec).
+    /// Chunks that were not pinned, because pins would exceed their share of the last tier (`pins`).
     uint64_t rejected_pins;
     /// Chunks removed at the end that their sessions gave them.
     uint64_t expired_chunks;
     /// Chunks evicted because their tenant exceeded its quota.
     uint64_t quota_evicted_chunks;
-    /// Puts rejected because their tenant had its quota.
+    /// Puts rejected because their tenant would exceed its quota.
     uint64_t quota_rejected_puts;
     /// Transfers in flight.
     uint64_t transfers;
@@ -878,11 +878,11 @@ typedef struct kvt_tenant_t {
     uint64_t hit_cells;
     /// Cells that gets asked for and that were in no tier.
     uint64_t missed_cells;
-    /// Puts rejected for the quota (kvt_store_set_quota).
+    /// Puts rejected because the tenant would exceed its quota (kvt_store_set_quota).
     uint64_t rejected_puts;
-    /// Bytes of its chunks in host memory; 0 without a quota of it.
+    /// Bytes of its chunks in host memory; 0 = it has no quota there.
     uint64_t host_bytes;
-    /// Bytes of its chunks on disk, before encoding; 0 without a quota of it.
+    /// Bytes of its chunks on disk, before encoding; 0 = it has no quota there.
     uint64_t disk_bytes;
     /// Quota of host memory; 0 = none.
     uint64_t host_quota_bytes;
@@ -911,12 +911,13 @@ kvt_status_t kvt_store_evictions(const kvt_store_t *store, kvt_tier_t tier,
 /// memory evicts the tenant's least recently used chunks, and is rejected with KVT_E_BUDGET if they
 /// do not suffice (because sessions, transfers or pins hold them). Chunks that gets bring into
 /// memory, or that are written to disk, evict others of their tenant afterwards. `quota` of the
-/// store's spec sets the quota of all tenants without one of their own.
+/// store's spec limits each tenant for which this call set no quota.
 ///
 /// @param tenant  kvt_session_opts_t.tenant, not 0: that stands for no tenant.
 /// @param tier    KVT_TIER_HOST or KVT_TIER_DISK.
-/// @param bytes   0 = no quota.
-/// @return KVT_E_UNSUPPORTED (another tier), KVT_E_LIMIT (65,536 tenants have quotas of their own).
+/// @param bytes   0 = remove the tenant's own quota, so that `quota` of the spec applies again.
+/// @return KVT_E_UNSUPPORTED (another tier, or DISK in a store without a disk), KVT_E_INVALID
+///         (tenant 0), KVT_E_LIMIT (65,536 tenants have quotas of their own).
 kvt_status_t kvt_store_set_quota(const kvt_store_t *store, uint32_t tenant, kvt_tier_t tier,
                                  uint64_t bytes, kvt_error_t **err);
 

@@ -211,14 +211,14 @@ pub unsafe extern "C" fn kvt_session_truncate(
 /// Pins chunks of a session: they stay in at least one tier, also when the session is closed. The
 /// weakest pin is given up when nothing else can be evicted. A chunk that is pinned twice keeps the
 /// higher priority and the later end. Chunks that are not stored yet are pinned, too, if the chunk
-/// table has room for them. Pinned chunks have at most a share of the last tier (`pins` of the
-/// spec, half of it): if these would have more, none is pinned.
+/// table has room for them. Pins have at most a share of the last tier (`pins` of the spec, 0.5 by
+/// default). A call that would exceed it pins nothing.
 ///
 /// @param first_token  A multiple of chunk_tokens.
 /// @param tokens       Up to a multiple of chunk_tokens or the end of the session; 0 = to the end.
 /// @param priority     0 to 255; pins of low priority are given up first.
 /// @param until_ns     End of the pin, CLOCK_MONOTONIC; 0 = none.
-/// @return KVT_E_BUDGET (pins have their share).
+/// @return KVT_E_BUDGET (pins would exceed their share).
 #[capi]
 pub unsafe extern "C" fn kvt_session_pin(
     session: *const kvt_session_t,
@@ -1664,7 +1664,7 @@ pub unsafe extern "C" fn kvt_session_hint_blocks(
 ///
 /// @param priority  0 to 255; pins of low priority are given up first.
 /// @param until_ns  End of the pin, CLOCK_MONOTONIC; not 0: blocks cannot be unpinned.
-/// @return KVT_E_BUDGET (pins have their share), KVT_E_LIMIT.
+/// @return KVT_E_BUDGET (pins would exceed their share), KVT_E_LIMIT.
 #[capi]
 pub unsafe extern "C" fn kvt_session_pin_blocks(
     session: *const kvt_session_t,

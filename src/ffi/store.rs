@@ -1461,11 +1461,11 @@ pub struct kvt_tenant_t {
     pub hit_cells: u64,
     /// Cells that gets asked for and that were in no tier.
     pub missed_cells: u64,
-    /// Puts rejected for the quota (kvt_store_set_quota).
+    /// Puts rejected because the tenant would exceed its quota (kvt_store_set_quota).
     pub rejected_puts: u64,
-    /// Bytes of its chunks in host memory; 0 without a quota of it.
+    /// Bytes of its chunks in host memory; 0 = it has no quota there.
     pub host_bytes: u64,
-    /// Bytes of its chunks on disk, before encoding; 0 without a quota of it.
+    /// Bytes of its chunks on disk, before encoding; 0 = it has no quota there.
     pub disk_bytes: u64,
     /// Quota of host memory; 0 = none.
     pub host_quota_bytes: u64,
@@ -1533,12 +1533,13 @@ pub unsafe extern "C" fn kvt_store_evictions(
 /// memory evicts the tenant's least recently used chunks, and is rejected with KVT_E_BUDGET if they
 /// do not suffice (because sessions, transfers or pins hold them). Chunks that gets bring into
 /// memory, or that are written to disk, evict others of their tenant afterwards. `quota` of the
-/// store's spec sets the quota of all tenants without one of their own.
+/// store's spec limits each tenant for which this call set no quota.
 ///
 /// @param tenant  kvt_session_opts_t.tenant, not 0: that stands for no tenant.
 /// @param tier    KVT_TIER_HOST or KVT_TIER_DISK.
-/// @param bytes   0 = no quota.
-/// @return KVT_E_UNSUPPORTED (another tier), KVT_E_LIMIT (65,536 tenants have quotas of their own).
+/// @param bytes   0 = remove the tenant's own quota, so that `quota` of the spec applies again.
+/// @return KVT_E_UNSUPPORTED (another tier, or DISK in a store without a disk), KVT_E_INVALID
+///         (tenant 0), KVT_E_LIMIT (65,536 tenants have quotas of their own).
 #[capi]
 pub unsafe extern "C" fn kvt_store_set_quota(
     store: *const kvt_store_t,

@@ -104,13 +104,13 @@ pub struct StoreStats {
     /// Bytes of pinned chunks: all layers, stored or not, each cell in whole blocks of 4 KiB.
     #[gauge]
     pub pinned_bytes: u64,
-    /// Chunks that were not pinned, because pins had their share of the last tier (`pins` in the spec).
+    /// Chunks that were not pinned, because pins would exceed their share of the last tier (`pins`).
     pub rejected_pins: u64,
     /// Chunks removed at the end that their sessions gave them.
     pub expired_chunks: u64,
     /// Chunks evicted because their tenant exceeded its quota.
     pub quota_evicted_chunks: u64,
-    /// Puts rejected because their tenant had its quota.
+    /// Puts rejected because their tenant would exceed its quota.
     pub quota_rejected_puts: u64,
     /// Transfers in flight.
     #[gauge]

@@ -137,7 +137,7 @@ class Tenant(NamedTuple):
     got_bytes: int
     hit_cells: int
     missed_cells: int
-    #: Puts rejected for the quota (`Store.set_quota`).
+    #: Puts rejected because the tenant would exceed its quota (`Store.set_quota`).
     rejected_puts: int
     #: Bytes of its chunks in host memory and on disk; 0 without a quota.
     host_bytes: int

@@ -345,8 +345,7 @@ class Session(Resource):
     def pin(self, first_token: int = 0, tokens: int = 0, *, priority: int = 0,
             timeout: Optional[float] = None) -> None:
         """Pins chunks for `timeout` seconds, None for ever; 0 tokens: to the end. Raises
-        `BudgetError` if pins would have more than their share of the last tier (`pins` of the
-        spec)."""
+        `BudgetError` if pins would exceed their share of the last tier (`pins` of the spec)."""
         until = deadline_after(time.monotonic_ns(), timeout)
         err = new_error()
         check_err(lib.kvt_session_pin(self._raw, u64(first_token), u64(tokens), u32(priority),
@@ -852,8 +851,10 @@ class Store(Closing):
 
     def set_quota(self, tenant: int, tier: int, limit: int) -> None:
         """Sets the most bytes that a tenant's chunks may have in a tier (`TIER_HOST` or
-        `TIER_DISK`); 0 = no quota. A put that would exceed the quota of host memory evicts the
-        tenant's least recently used chunks. If they do not suffice, it raises `BudgetError`."""
+        `TIER_DISK`); 0 removes the quota, so that `quota` of the spec applies again. A put that
+        would exceed the quota of host memory evicts the tenant's least recently used chunks. If
+        they do not suffice, it raises `BudgetError`. A disk quota needs a disk
+        (`UnsupportedError`)."""
         err = new_error()
         check_err(lib.kvt_store_set_quota(self._raw, u32(tenant), u32(tier), u64(limit),
                                           byref(err)), err)

@@ -97,8 +97,8 @@ impl StoreState {
             self.counters.rejected_pins += new.count() as u64;
             fail!(
                 Budget,
-                "pins of {more} more bytes: {pinned} bytes are pinned, of at most {limit}. Pin \
-                 less, wait until pins end, or raise pins= in the store's spec"
+                "a pin of {more} bytes: {pinned} bytes are pinned, and pins would exceed their share of \
+                 {limit} bytes. Pin less, wait until pins end, or raise pins= in the store's spec"
             );
         }
         for &slot in slots {

@@ -411,7 +411,11 @@ fn tenants(out: &mut Exposition, rows: &[Tenant], others: Tenant) {
         ("got_bytes", |row| row.got_bytes, "Bytes that a tenant got."),
         ("hits", |row| row.hits, "Cells of gets of a tenant that were resident."),
         ("misses", |row| row.misses, "Cells of gets of a tenant that were in no tier."),
-        ("rejected_puts", |row| row.rejected_puts, "Puts rejected for a tenant's quota."),
+        (
+            "rejected_puts",
+            |row| row.rejected_puts,
+            "Puts rejected because the tenant would exceed its quota.",
+        ),
     ];
     for (name, value, help) in families {
         out.family(&format!("kvtier_tenant_{name}_total"), Kind::Counter, help);
@@ -441,7 +445,7 @@ pub struct Tenant {
     pub hits: u64,
     /// Requested cells that were not.
     pub misses: u64,
-    /// Puts rejected for the quota.
+    /// Puts rejected because the tenant would exceed its quota.
     pub rejected_puts: u64,
 }
 
@@ -477,7 +481,7 @@ impl Tenants {
         }
     }
 
-    /// Counts a put that was rejected for its tenant's quota.
+    /// Counts a put that was rejected because its tenant would exceed its quota.
     pub(super) fn rejected_put(&mut self, id: u32) {
         self.row(id).rejected_puts += 1;
     }

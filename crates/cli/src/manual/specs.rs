@@ -81,7 +81,7 @@ pub fn page() -> Result<String> {
     out += &list(&store.writes, "####");
     out += "### Disk\n\n`disk(path=\"...\", bytes=...)`, a value of `disk`.\n\n";
     out += &table(&store.disk.rows);
-    out += "### Quota\n\n`quota(...)`, a value of `quota`: for each tenant that kvt_store_set_quota gave none.\n\n";
+    out += "### Quota\n\n`quota(...)`, a value of `quota`: limits each tenant for which kvt_store_set_quota set no quota.\n\n";
     out += &table(&store.quota.rows);
     out += "### Device\n\n`device(capacity=...)`, a value of `device`.\n\n";
     out += &table(&store.device.rows);
