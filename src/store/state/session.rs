@@ -470,7 +470,7 @@ impl StoreState {
         let CellRange { first_token, tokens, first_layer, layers, by_layer, wanted, views, after } =
             cell_range;
         let (first, end, tail) = self.chunks_of(at, first_token, tokens)?;
-        let namespace = self.session(at)?.namespace;
+        let Session { namespace, context, ttl_ns, .. } = *self.session(at)?;
         let table = self.namespaces[namespace as usize].table;
         if kind == TransferKind::Put && wanted != Wanted::All {
             fail!(Invalid, "a put needs all cells of its layers and tokens: Wanted::All");
@@ -488,7 +488,6 @@ impl StoreState {
         let moved = u32::try_from(moved).map_err(|_| Status::Limit)?;
         let chunks = picked.map_or(all, |picked| picked.len() as u32);
         self.check_views((table, kind), &views, first_layer, moved, chunks)?;
-        let Session { context, ttl_ns, .. } = *self.session(at)?;
         let mut spec = TransferSpec {
             table,
             flow: at,
