@@ -44,6 +44,8 @@ class _Request:
     #: Whether a lookup was made for it.
     looked_up: bool = False
     load: Optional[BlockTransfer] = None
+    #: Number of the first block that it loads between steps.
+    loads: Optional[int] = None
     #: True after `reset_cache`: its KV was computed before the reset and must not be saved.
     stale: bool = False
     #: Numbers that identify its blocks to the advisor.
@@ -67,6 +69,8 @@ class Scheduler:
         self._pending_lookups: Dict[str, int] = {}
         self._lookup_results: Dict[str, Tuple[int, int]] = {}
         self._load_starts: Dict[str, int] = {}
+        #: The request that loads a block between steps, by the number of the block.
+        self._loaders: Dict[int, str] = {}
         self._epoch = 0
         self._next_meta, self._step = KvtierMetadata(), 1
         # Steps with layer-wise loads, and their blocks, until all workers report the results.
@@ -99,6 +103,8 @@ class Scheduler:
         if computed >= limit:
             state.saved = max(state.saved, limit)  # saved when it was computed
             return 0, False
+        if self._is_loading(self._block_ids(state, computed + self._block)[-1], name):
+            return None, False  # vLLM's own cache will have these blocks
         state.looked_up = True
         if worker is not None:
             answer = worker.lookup(Lookup(name, scope_of(request), tokens))
@@ -123,6 +129,18 @@ class Scheduler:
         self._load_starts[name] = computed
         return more, not self._layerwise
 
+    def _is_loading(self, block: int, name: str) -> bool:
+        """Whether another request loads a block now. Requests that share a prefix and arrive
+        together would else each load a copy of it."""
+        loader = self._loaders.get(block, name)
+        if loader == name:
+            return False
+        state = self._requests.get(loader)
+        if state is not None and state.request.status.name == "WAITING_FOR_REMOTE_KVS":
+            return True
+        del self._loaders[block]
+        return False
+
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
         """Schedules a load, for which the engine has allocated blocks."""
         if not external:
@@ -137,6 +155,9 @@ class Scheduler:
         self._next_meta.loads.append(state.load)
         if self._layerwise:
             self._unconfirmed.append((self._step, set(state.load.blocks)))
+        else:
+            state.loads = self._block_ids(state, first + self._block)[-1]
+            self._loaders[state.loads] = request.request_id
         self.hits += external
 
     def _extend_session(self, state: _Request, end: int) -> None:
@@ -281,6 +302,8 @@ class Scheduler:
         state = self._requests.pop(name, None)
         if state is None:
             return
+        if state.loads is not None and self._loaders.get(state.loads) == name:
+            del self._loaders[state.loads]
         hint = state.hints
         next_use_s = self._gaps.expected(hint.tool) if hint.next_use_s is None else hint.next_use_s
         self._gaps.ended(hint.session, hint.tool, self._clock())

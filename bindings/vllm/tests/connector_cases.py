@@ -243,6 +243,45 @@ def test_saves_wait_for_shared_blocks_that_are_loading(engine: mini.Engine) -> N
     assert [move.length for move in meta.saves] == [96]
 
 
+def test_requests_that_share_a_prefix_wait_for_one_load(engine: mini.Engine) -> None:
+    if engine.layerwise:
+        pytest.skip("loads end within their step")
+    prompt = list(range(3, 3 + 4 * mini.BLOCK + 1))
+    engine.run(mini.Request("first", prompt))
+    loads, waits, other = (mini.Request(name, end) for name, end in (
+        ("loads", prompt), ("waits", [*prompt, 1]), ("other", [9, *prompt])))
+    asked = lambda request, computed=0: until(  # noqa: E731
+        engine, lambda: engine.scheduler.get_num_new_matched_tokens(request, computed))
+    found, later = asked(loads)
+    assert found and later
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4, 5],))
+    engine.scheduler.update_state_after_alloc(loads, blocks, found)
+    loads.status = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
+    matched = engine.scheduler.get_num_new_matched_tokens
+    for _ in range(3):
+        assert matched(waits, 0) == (None, False)
+        engine.step()
+    assert asked(other) == (0, False), "another prefix does not wait"
+    loads.status = SimpleNamespace(name="RUNNING")
+    assert asked(waits, 4 * mini.BLOCK) == (0, False), "the engine's own cache has the blocks"
+    # A load whose request is aborted lets the next one load.
+    loads.status = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
+    assert matched(waits, 0) == (None, False)
+    engine.scheduler.request_finished(loads, [])
+    assert asked(waits)[0] == found
+
+
+def until(engine: mini.Engine, ask: Callable[[], Any]) -> Any:
+    """Asks once a step until there is an answer."""
+    end = time.monotonic() + 600
+    while True:
+        found = ask()
+        if found[0] is not None:
+            return found
+        assert time.monotonic() < end
+        engine.step()
+
+
 @pytest.mark.parametrize("what", ["namespace", "session", "append", "lookup"])
 @pytest.mark.parametrize("status", ["LIMIT", "NOMEM", "AGAIN"])
 def test_a_rejection_by_the_store_is_a_miss(engine: mini.Engine, what: str, status: str,
