@@ -438,7 +438,8 @@ static void invalid_calls_are_refused(void) {
     CHECK_IS(kvt_session_pin_blocks(session, NULL, 0, 1, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_session_pin_blocks(NULL, &names, 0, 1, NULL), KVT_E_HANDLE);
     CHECK_IS(kvt_session_pin_blocks(session, &many, 0, 1, NULL), KVT_E_LIMIT);
-    CHECK_OK(kvt_store_set_quota(store, 3, KVT_TIER_DISK, 0, NULL));
+    CHECK_OK(kvt_store_set_quota(store, 3, KVT_TIER_HOST, 0, NULL));
+    CHECK_IS(kvt_store_set_quota(store, 3, KVT_TIER_DISK, 0, NULL), KVT_E_UNSUPPORTED); /* no disk */
     CHECK_IS(kvt_store_set_quota(store, 0, KVT_TIER_HOST, 1, NULL), KVT_E_INVALID);
     CHECK_IS(kvt_store_set_quota(store, 3, KVT_TIER_REMOTE, 1, NULL), KVT_E_UNSUPPORTED);
     CHECK_IS(kvt_store_set_quota(store, 3, 99, 1, NULL), KVT_E_INVALID);
