@@ -248,6 +248,10 @@ class KvtierSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
+            if self._key not in media:
+                raise unsupported(
+                    "the worker is in another process, and a store belongs to one: start vLLM with "
+                    f"--distributed-executor-backend uni, or {TIER}")
             self._manager = KvtierManager(self._key,
                                           self.kv_events_config.enable_kv_cache_events,
                                           self._settings.remote_lookup_s)

@@ -335,9 +335,8 @@ def test_unsupported_configurations_are_rejected(create: Any, make_config: Any) 
         create(make_config(HOST, blocks_per_chunk=2))
     with pytest.raises(kvtier.InvalidError, match="host_bytes"):
         create(make_config({**HOST, "host_byte": 1}))
-    alone = create(make_config(HOST)).get_manager()
-    with pytest.raises(kvtier.StateError, match="one process"):
-        alone.lookup(key(1), SimpleNamespace(req_id="r"))
+    with pytest.raises(kvtier.UnsupportedError, match="distributed-executor-backend uni"):
+        create(make_config(HOST)).get_manager()
     options: Dict[str, Any] = {**HOST, "policy": "nonsense"}
     with pytest.raises(kvtier.SpecError):
         Engine(create, make_config(options))
