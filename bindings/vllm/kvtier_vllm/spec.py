@@ -250,8 +250,9 @@ class KvtierSpec(OffloadingSpec):
         if self._manager is None:
             if self._key not in media:
                 raise unsupported(
-                    "the worker is in another process, and a store belongs to one: start vLLM with "
-                    f"--distributed-executor-backend uni, or {TIER}")
+                    "the worker is in another process, and a store belongs to one: on GPUs start "
+                    f"vLLM with --distributed-executor-backend uni, or {TIER}; on a processor use "
+                    "the connector, since vLLM's server has its worker elsewhere there")
             self._manager = KvtierManager(self._key,
                                           self.kv_events_config.enable_kv_cache_events,
                                           self._settings.remote_lookup_s)

@@ -71,23 +71,28 @@ def crowd(server: Server, seconds: float) -> int:
     return sum(done)
 
 
-@pytest.mark.parametrize("interface", ["connector", "spec"])
-def test_clients_that_hang_up_leave_right_texts(interface: str, tmp_path: Path, alone: Alone) -> None:
+def test_clients_that_hang_up_leave_right_texts(tmp_path: Path, alone: Alone) -> None:
     # Requests end when their KV is on disk: the server is killed.
-    config = (connector if interface == "connector" else spec)(tmp_path / "disk", level="disk")
+    config = connector(tmp_path / "disk", level="disk")
     # The engine's own cache has room for two of the conversations.
-    # On a processor `vllm serve` has its worker in a process of its own, which the spec refuses.
-    more = ["--max-model-len", "4096"]
-    more += ["--distributed-executor-backend", "uni"] if interface == "spec" else []
-    server = Server(tmp_path / "log", config, *more, "--num-gpu-blocks-override", "40")
+    server = Server(tmp_path / "log", config, "--max-model-len", "4096",
+                    "--num-gpu-blocks-override", "40")
     assert crowd(server, SECONDS) >= CLIENTS
     asked = [TEXTS[9][:1750], TEXTS[10][:700]]
     cold, warm = alone.texts(asked, {})
     assert [[complete(server, one)["choices"][0]["token_ids"]] for one in asked] == cold
     server.kill()
-    server = Server(tmp_path / "log", config, *more)
+    server = Server(tmp_path / "log", config, "--max-model-len", "4096")
     for prompt, text in zip(asked, warm):
         answer = complete(server, prompt)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert [answer["choices"][0]["token_ids"]] == text and cached > len(prompt) * 0.8
     server.close()
+
+
+def test_the_spec_is_refused_with_words(tmp_path: Path) -> None:
+    """On a processor the server has its worker in a process of its own."""
+    log = tmp_path / "log"
+    with pytest.raises(AssertionError):
+        Server(log, spec(tmp_path / "disk"))
+    assert "the worker is in another process" in log.read_text()
