@@ -148,15 +148,71 @@ impl Stream {
         Watched { fd: self.0.as_raw_fd(), events, ready: false }
     }
 
-    fn is_of_owner(&self) -> bool {
+    /// Process, user and group of the peer.
+    pub fn peer(&self) -> (i32, u32, u32) {
         let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
         let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
-        let (fd, at) = (self.0.as_raw_fd(), (&raw mut peer).cast());
+        let at = (&raw mut peer).cast();
+        let (level, option) = (libc::SOL_SOCKET, libc::SO_PEERCRED);
         // SAFETY: an open descriptor, and a ucred of the stated length.
-        let rc = unsafe {
-            libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, at, &raw mut bytes)
-        };
-        rc == 0 && (peer.uid == user() || peer.uid == 0)
+        match unsafe { libc::getsockopt(self.raw(), level, option, at, &raw mut bytes) } {
+            0 => (peer.pid, peer.uid, peer.gid),
+            _ => (0, u32::MAX, u32::MAX),
+        }
+    }
+
+    /// A descriptor that is ready once the peer's process has ended, also if another process still
+    /// has the socket. None where the kernel has no such descriptors.
+    pub fn peer_process(&self) -> Option<OwnedFd> {
+        let (pid, flags) = (self.peer().0, 0);
+        // SAFETY: no memory is involved.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, flags) };
+        // SAFETY: a descriptor this call has just created and nothing else owns.
+        (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
+    }
+
+    /// Readiness of another descriptor to be read.
+    pub fn watched_fd(fd: &OwnedFd) -> Watched {
+        Watched { fd: fd.as_raw_fd(), events: libc::POLLIN, ready: false }
+    }
+
+    /// Ends the connection, also for processes that have inherited it.
+    pub fn shut(&self) {
+        // SAFETY: an open descriptor.
+        unsafe { libc::shutdown(self.raw(), libc::SHUT_RDWR) };
+    }
+
+    /// Connects to a socket of this user.
+    pub fn connect(path: &Path) -> Result<Stream> {
+        let address = address_of(path)?;
+        let stream = Stream(socket()?);
+        let (at, bytes) = ((&raw const address).cast(), size_of_val(&address) as u32);
+        // SAFETY: an open descriptor, and a whole address.
+        match uninterrupted(|| unsafe { libc::connect(stream.raw(), at, bytes) }) {
+            Ok(_) => {}
+            Err(libc::ECONNREFUSED) => fail!(
+                Unavailable,
+                "no process listens at {}: is the server running?",
+                path.display()
+            ),
+            Err(number) => {
+                return Err(errno::error(number, &format!("connecting to {}", path.display())));
+            }
+        }
+        if !stream.is_of_owner() {
+            fail!(Unavailable, "{} belongs to a process of another user", path.display());
+        }
+        Ok(stream)
+    }
+
+    /// Its descriptor.
+    pub(super) fn raw(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+
+    fn is_of_owner(&self) -> bool {
+        let (_, peer, _) = self.peer();
+        peer == user() || peer == 0
     }
 }
 
