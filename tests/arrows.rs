@@ -24,8 +24,8 @@ const SYSTEM: [&str; 6] =
 
 /// The store's modules from the top down. A module may use modules of the same and of lower levels.
 const STORE: [&[&str]; 5] = [
-    &["bundle", "control", "guards", "handle"],
-    &["capacity", "spec"],
+    &["bundle", "control", "guards", "handle", "server"],
+    &["capacity", "pool", "spec"],
     &["executor"],
     &["state"],
     &[

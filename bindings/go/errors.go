@@ -26,6 +26,7 @@ const (
 	IO          Status = C.KVT_E_IO
 	BadSpec     Status = C.KVT_E_SPEC
 	BadState    Status = C.KVT_E_STATE
+	Lost        Status = C.KVT_E_LOST
 )
 
 // String returns the name of the constant in C, such as "KVT_E_BUSY".

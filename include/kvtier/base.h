@@ -118,6 +118,8 @@ enum {
     KVT_E_PIN_QUOTA = -23,
     /// The object is not in a state that allows the call.
     KVT_E_STATE = -24,
+    /// The process that serves a shared store is gone.
+    KVT_E_LOST = -25,
 };
 
 /// Length of a text that ends with a NUL, after at most 1 MiB.

@@ -162,7 +162,7 @@ impl<'a, 'env> Scope<'a, 'env> {
             let v = v.map_err(|e| e.within(&format!("V of layer {at}")))?;
             Ok(LayerViews { k, v })
         };
-        Ok(Views(planes.iter_mut().enumerate().map(view).collect::<Result<_>>()?))
+        Ok(Views::from(planes.iter_mut().enumerate().map(view).collect::<Result<Vec<_>>>()?))
     }
 }
 

@@ -31,12 +31,12 @@ impl Session {
     ///
     /// [`Status::Limit`](crate::api::Status::Limit): a session has at most 2^27 tokens.
     pub fn append(&mut self, tokens: &[u32]) -> Result<()> {
-        self.space.shared.with(|core| core.append(self.session.number, tokens))
+        self.space.shared.call(|| self.session.append(tokens, &[]))
     }
 
     /// Keeps the first `tokens` tokens.
     pub fn truncate(&mut self, tokens: u64) -> Result<()> {
-        self.space.shared.with(|core| core.truncate(self.session.number, tokens))?;
+        self.space.shared.call(|| self.session.truncate(tokens))?;
         Ok(())
     }
 
@@ -56,7 +56,7 @@ impl Session {
     /// them loads it. An engine computes at least the last token of a prompt itself, since it needs
     /// the logits.
     pub fn reusable_tokens(&self) -> Result<u64> {
-        self.space.shared.with(|core| Ok(core.lookup_session(self.session.number)?.now_tokens))
+        Ok(self.space.shared.call(|| self.session.lookup())?.now_tokens)
     }
 
     /// Looks up the tokens at the remote, and waits until it answers or the timeout ends. Returns the

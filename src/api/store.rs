@@ -15,6 +15,8 @@ use crate::store::bundle::Bundle;
 use crate::store::counters::StoreStats;
 use crate::store::guards;
 use crate::store::handle::Store as Opened;
+use crate::store::pool::calls;
+use crate::store::pool::wire::Raw;
 use crate::store::state::{SessionOpts, StoreState};
 
 /// A store with its runtime. Everything that is opened in it shares it.
@@ -50,11 +52,6 @@ impl Shared {
         if panic::catch(|| self.store.halt()).is_err() {
             std::process::abort();
         }
-    }
-
-    /// Calls into the state of the store.
-    pub(super) fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
-        self.call(|| self.store.with(act))
     }
 
     /// A deadline on the runtime's clock; never 0, which would be none.
@@ -152,12 +149,16 @@ impl Store {
 
     /// Counters since the open, and the current state.
     pub fn stats(&self) -> Result<StoreStats> {
-        self.shared.call(|| self.shared.store.inspect(|core| core.stats_now()))
+        let store = &self.shared.store;
+        let own = |core: &StoreState| Raw(core.stats_now());
+        Ok(self.shared.call(|| store.ask(own, || calls::Stats {}))?.0)
     }
 
     /// The statistics as Prometheus text.
     pub fn metrics(&self) -> Result<String> {
-        self.shared.call(|| self.shared.store.inspect(|core| core.metrics_text()))
+        let store = &self.shared.store;
+        let own = |core: &StoreState| core.metrics_text();
+        self.shared.call(|| store.ask(own, || calls::MetricsText {}))
     }
 
     /// Closes the store: cancels open transfers, writes full chunks that are in memory only to disk,

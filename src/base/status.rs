@@ -36,11 +36,12 @@ pub enum Status {
     Limit = -22,
     PinQuota = -23,
     State = -24,
+    Lost = -25,
 }
 
 impl Status {
     /// Every status, in the order of the numbers.
-    pub const ALL: [Status; 25] = [
+    pub const ALL: [Status; 26] = [
         Status::Ok,
         Status::Invalid,
         Status::Handle,
@@ -66,6 +67,7 @@ impl Status {
         Status::Limit,
         Status::PinQuota,
         Status::State,
+        Status::Lost,
     ];
 
     /// The number that crosses the C boundary.
@@ -149,6 +151,10 @@ impl Status {
                 "the locked-memory quota is too small: raise RLIMIT_MEMLOCK or do not pin\0",
             ),
             Status::State => ("KVT_E_STATE\0", "the object is not in a state that allows this\0"),
+            Status::Lost => (
+                "KVT_E_LOST\0",
+                "the process that serves a shared store is gone: open the store again\0",
+            ),
         }
     }
 

@@ -112,6 +112,8 @@ pub const KVT_E_LIMIT: kvt_status_t = -22;
 pub const KVT_E_PIN_QUOTA: kvt_status_t = -23;
 /// The object is not in a state that allows the call.
 pub const KVT_E_STATE: kvt_status_t = -24;
+/// The process that serves a shared store is gone.
+pub const KVT_E_LOST: kvt_status_t = -25;
 
 /// Length of a text that ends with a NUL, after at most 1 MiB.
 pub const KVT_NUL_TERMINATED: u64 = u64::MAX;
@@ -542,6 +544,7 @@ mod tests {
             KVT_E_LIMIT,
             KVT_E_PIN_QUOTA,
             KVT_E_STATE,
+            KVT_E_LOST,
         ];
         let codes: Vec<i32> = Status::ALL.iter().map(|s| s.code()).collect();
         assert_eq!(codes, constants);

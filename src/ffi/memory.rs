@@ -1082,7 +1082,7 @@ pub(crate) unsafe fn views_of(
         let v = if v_rows.len() > 0 { plane("V", v_rows.get(i))? } else { None };
         views.push(LayerViews { k, v });
     }
-    Ok(Views(views))
+    Ok(Views::from(views))
 }
 
 /// Fails if a view is in device memory that the store's device cannot access.

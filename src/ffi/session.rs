@@ -58,15 +58,14 @@ use crate::meta::chunks::Pin;
 use crate::meta::cost::Cost;
 use crate::store::job_queues::LANES;
 use crate::store::plan::StepKind;
+use crate::store::pool::calls;
 use crate::store::ready_event::{EventState, Ready};
 use crate::store::state::blocks::{BlockTransfer, MAX_BLOCKS};
 use crate::store::state::disk_gc::Cleared;
 use crate::store::state::plans::{PlanStep, PlanTerms, SessionPlan};
 use crate::store::state::session::Views;
 use crate::store::state::transfer::MAX_TRANSFER_CHUNKS;
-use crate::store::state::{
-    CellRange, Level, SessionOpts, StoreState, TO_THE_END, TransferKind, Wanted,
-};
+use crate::store::state::{CellRange, Level, SessionOpts, TO_THE_END, TransferKind, Wanted};
 use crate::store::token_path::MAX_TOKENS;
 
 // Sessions.
@@ -192,7 +191,7 @@ pub unsafe extern "C" fn kvt_session_append(
 ) -> kvt_status_t {
     let tokens = numbers(tokens, count, MAX_TOKENS)?;
     let session = enter(session)?;
-    session.ns.store.with(|core| core.append(session.number, tokens))
+    session.append(tokens, &[])
 }
 
 /// Truncates a session. Submitted transfers continue.
@@ -205,7 +204,7 @@ pub unsafe extern "C" fn kvt_session_truncate(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let session = enter(session)?;
-    session.ns.store.with(|core| core.truncate(session.number, tokens).map(|_| ()))
+    session.truncate(tokens)
 }
 
 /// Pins chunks of a session: they stay in at least one tier, also when the session is closed. The
@@ -230,10 +229,13 @@ pub unsafe extern "C" fn kvt_session_pin(
 ) -> kvt_status_t {
     let pin = pin_of(priority, until_ns)?;
     let session = enter(session)?;
-    session.ns.store.with(|core| {
-        let tokens = range_tokens(core, session.number, first_token, tokens)?;
-        core.pin(session.number, first_token, tokens, pin)
-    })
+    session.ns.store.call(
+        |core| {
+            let tokens = core.range_tokens(session.number, first_token, tokens)?;
+            core.pin(session.number, first_token, tokens, pin)
+        },
+        || calls::PinRange { session: session.id(), first: first_token, tokens, pin },
+    )
 }
 
 fn pin_of(priority: u32, until_ns: u64) -> Result<Pin> {
@@ -255,7 +257,10 @@ pub unsafe extern "C" fn kvt_session_hint(
 ) -> kvt_status_t {
     let hint = self::hint(hint)?;
     let session = enter(session)?;
-    session.ns.store.with(|core| core.hint(session.number, &hint))
+    session.ns.store.call(
+        |core| core.hint(session.number, &hint),
+        || calls::HintSession { session: session.id(), hint },
+    )
 }
 
 /// Reads length and layout of a session.
@@ -949,7 +954,10 @@ pub unsafe extern "C" fn kvt_session_plan(
     let terms = terms_of(&read(terms)?)?;
     let (terms, rows) = (terms, Strided::new(steps, capacity, stride_bytes, MAX_ROWS)?);
     let session = enter(session)?;
-    let plan = session.ns.store.with(|core| core.plan(session.number, &terms).cloned())?;
+    let plan = session.ns.store.call(
+        |core| core.plan(session.number, &terms).cloned(),
+        || calls::Plan { session: session.id(), terms },
+    )?;
     give(&rows, steps.is_null(), plan.steps.iter().map(step), out_count)?;
     write(out, &summary(&plan));
     Ok(())
@@ -1014,12 +1022,6 @@ pub unsafe extern "C" fn kvt_namespace_clear(
     Ok(())
 }
 
-/// Number of tokens of a range; `tokens` 0 = all from `first_token` on.
-fn range_tokens(core: &StoreState, session: u32, first_token: u64, tokens: u64) -> Result<u64> {
-    let all = core.session(session)?.path().tokens().len() as u64;
-    Ok(if tokens == 0 { all.saturating_sub(first_token) } else { tokens })
-}
-
 /// Removes chunks of a session from all tiers, unless something else references them. The session
 /// keeps its tokens, and finds chunks that stay or are stored again. Does not wait for the disk:
 /// after a crash, chunks that were on disk may be found again, as after any eviction. For the
@@ -1036,10 +1038,13 @@ pub unsafe extern "C" fn kvt_session_drop(
 ) -> kvt_status_t {
     check_optional_out(out)?;
     let session = enter(session)?;
-    let cleared = session.ns.store.with(|core| {
-        let tokens = range_tokens(core, session.number, first_token, tokens)?;
-        core.drop_range(session.number, first_token, tokens)
-    })?;
+    let cleared = session.ns.store.call(
+        |core| {
+            let tokens = core.range_tokens(session.number, first_token, tokens)?;
+            core.drop_range(session.number, first_token, tokens)
+        },
+        || calls::DropRange { session: session.id(), first: first_token, tokens },
+    )?;
     write(out, &clear_report(&cleared));
     Ok(())
 }
@@ -1061,10 +1066,13 @@ pub unsafe extern "C" fn kvt_session_demote(
 ) -> kvt_status_t {
     check_optional_out(out)?;
     let session = enter(session)?;
-    let demoted = session.ns.store.with(|core| {
-        let tokens = range_tokens(core, session.number, first_token, tokens)?;
-        core.demote_range(session.number, first_token, tokens)
-    })?;
+    let demoted = session.ns.store.call(
+        |core| {
+            let tokens = core.range_tokens(session.number, first_token, tokens)?;
+            core.demote_range(session.number, first_token, tokens)
+        },
+        || calls::DemoteRange { session: session.id(), first: first_token, tokens },
+    )?;
     write(
         out,
         &kvt_demote_report_t {
@@ -1087,10 +1095,13 @@ pub unsafe extern "C" fn kvt_session_unpin(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let session = enter(session)?;
-    session.ns.store.with(|core| {
-        let tokens = range_tokens(core, session.number, first_token, tokens)?;
-        core.unpin_range(session.number, first_token, tokens)
-    })
+    session.ns.store.call(
+        |core| {
+            let tokens = core.range_tokens(session.number, first_token, tokens)?;
+            core.unpin_range(session.number, first_token, tokens)
+        },
+        || calls::UnpinRange { session: session.id(), first: first_token, tokens },
+    )
 }
 
 // Media.
@@ -1156,14 +1167,10 @@ pub unsafe extern "C" fn kvt_session_append_media(
     err: *mut *mut kvt_error_t,
 ) -> kvt_status_t {
     let given = read(sequence)?;
-    let (tokens, mut media) =
+    let (tokens, media) =
         (numbers(given.tokens, given.token_count, MAX_TOKENS)?, media_of(&given)?);
     let session = enter(session)?;
-    session.ns.store.with(|core| {
-        let before = core.session(session.number)?.path().tokens().len() as u64;
-        media.iter_mut().for_each(|one| one.token += before);
-        core.append_media(session.number, tokens, &media)
-    })
+    session.append(tokens, &media)
 }
 
 /// Looks up a sequence with media; otherwise as kvt_namespace_lookup.
@@ -1388,7 +1395,7 @@ pub unsafe extern "C" fn kvt_namespace_blocks_exist(
     found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
     found.resize(keys.len(), 0);
     for (keys, found) in keys.chunks(KEYS_PER_LOCK).zip(found.chunks_mut(KEYS_PER_LOCK)) {
-        ns.0.store.inspect_now(|core| core.exists(ns.0.number, keys, found))??;
+        ns.0.exist(keys, found)?;
     }
     // SAFETY: `out` has room for a byte per name, by the caller's promise.
     std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
@@ -1506,7 +1513,10 @@ pub unsafe extern "C" fn kvt_session_drop_blocks(
     check_optional_out(out)?;
     let session = enter(session)?;
     let keys = keys_of(&session.ns, names)?;
-    let cleared = session.ns.store.with(|core| core.drop_blocks(session.number, &keys))?;
+    let cleared = session.ns.store.call(
+        |core| core.drop_blocks(session.number, &keys),
+        || calls::DropBlocks { session: session.id(), keys: keys.clone() },
+    )?;
     write(out, &clear_report(&cleared));
     Ok(())
 }
@@ -1598,11 +1608,18 @@ pub unsafe extern "C" fn kvt_session_hold_blocks(
 ) -> kvt_status_t {
     let session = enter(session)?;
     let keys = keys_of(&session.ns, names)?;
-    let mut found = Vec::new();
-    found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
-    found.resize(keys.len(), 0);
-    let store = &session.ns.store;
-    store.with(|core| core.hold_names(session.number, &keys, &mut found))?;
+    let found = session.ns.store.call(
+        |core| {
+            let mut found = Vec::new();
+            found.try_reserve_exact(keys.len()).map_err(|_| Status::NoMem)?;
+            found.resize(keys.len(), 0);
+            core.hold_names(session.number, &keys, &mut found).map(|()| found)
+        },
+        || calls::HoldNames { session: session.id(), keys: keys.clone() },
+    )?;
+    if found.len() != keys.len() {
+        fail!(Corrupt, "the server has answered for {} names of {}", found.len(), keys.len());
+    }
     if !out.is_null() {
         // SAFETY: `out` has room for a byte per name, by the caller's promise.
         std::ptr::copy_nonoverlapping(found.as_ptr(), out, found.len());
@@ -1624,7 +1641,10 @@ pub unsafe extern "C" fn kvt_session_release_blocks(
 ) -> kvt_status_t {
     let session = enter(session)?;
     let keys = keys_of(&session.ns, names)?;
-    session.ns.store.with(|core| core.release_names(session.number, &keys))
+    session.ns.store.call(
+        |core| core.release_names(session.number, &keys),
+        || calls::ReleaseNames { session: session.id(), keys: keys.clone() },
+    )
 }
 
 /// Passes a hint about the future of each block to the policies, as kvt_session_hint does for a
@@ -1651,7 +1671,10 @@ pub unsafe extern "C" fn kvt_session_hint_blocks(
     let mut rest = &keys[..];
     loop {
         let (batch, others) = rest.split_at(rest.len().min(batch_blocks));
-        session.ns.store.with(|core| core.hint_blocks(session.number, batch, &hint))?;
+        session.ns.store.call(
+            |core| core.hint_blocks(session.number, batch, &hint),
+            || calls::HintBlocks { session: session.id(), keys: batch.to_vec(), hint },
+        )?;
         if others.is_empty() {
             return Ok(());
         }
@@ -1679,5 +1702,8 @@ pub unsafe extern "C" fn kvt_session_pin_blocks(
     let pin = pin_of(priority, until_ns)?;
     let session = enter(session)?;
     let keys = keys_of(&session.ns, names)?;
-    session.ns.store.with(|core| core.pin_blocks(session.number, &keys, pin))
+    session.ns.store.call(
+        |core| core.pin_blocks(session.number, &keys, pin),
+        || calls::PinBlocks { session: session.id(), keys: keys.clone(), pin },
+    )
 }

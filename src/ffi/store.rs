@@ -57,12 +57,14 @@ use crate::meta::reuse::State as ReuseState;
 use crate::store::bundle::Bundle;
 use crate::store::events::{Event, Kind};
 use crate::store::handle::Store;
+use crate::store::pool::calls;
+use crate::store::pool::wire::Raw;
 use crate::store::spec::{CustomRemote, Fields, Secrets, StoreSpec};
-use crate::store::state::Write;
 use crate::store::state::plans::{LookupRange, LookupResult};
 use crate::store::state::quotas::TenantUse;
 use crate::store::state::snapshot::{ALL_READ, MOST_EVICTIONS};
 use crate::store::state::stats::{Engine, Latency, TIMED, Tenant};
+use crate::store::state::{StoreState, Write};
 use crate::store::token_path::MAX_TOKENS;
 use crate::tier::remote::breaker::State as BreakerState;
 use crate::tier::remote::name::Prefix;
@@ -350,7 +352,7 @@ pub unsafe extern "C" fn kvt_store_stats(
 ) -> kvt_status_t {
     check_out(out)?;
     let store = inspect(store)?;
-    let stats = store.store.inspect(|core| core.stats_now())?;
+    let stats = store.store.ask(|core| Raw(core.stats_now()), || calls::Stats {})?.0;
     write(out, &stats);
     Ok(())
 }
@@ -374,7 +376,7 @@ pub unsafe extern "C" fn kvt_store_metrics(
         );
     }
     let store = inspect(store)?;
-    let text = store.store.inspect(|core| core.metrics_text())?;
+    let text = store.store.ask(|core| core.metrics_text(), || calls::MetricsText {})?;
     give_text(&text, out, out_capacity, out_bytes)
 }
 
@@ -1090,7 +1092,7 @@ pub unsafe extern "C" fn kvt_namespace_exists(
     let ns = enter(ns)?;
     let mut found = [0; LOOKUP_GROUP];
     for (at, keys) in keys.chunks(LOOKUP_GROUP).enumerate() {
-        ns.0.store.inspect_now(|core| core.exists(ns.0.number, keys, &mut found))??;
+        ns.0.exist(keys, &mut found)?;
         // SAFETY: room for one byte per key, by the caller's promise.
         std::ptr::copy_nonoverlapping(found.as_ptr(), out.add(at * LOOKUP_GROUP), keys.len());
     }
@@ -1132,7 +1134,11 @@ pub unsafe extern "C" fn kvt_namespace_observe_prefill(
 ) -> kvt_status_t {
     let noun = enter(ns)?;
     let ns = &noun.0;
-    ns.store.with(|core| core.observe_prefill(ns.number, context_tokens, tokens, duration_ns))
+    let (context, ns_taken) = (context_tokens, duration_ns);
+    ns.store.call(
+        |core| core.observe_prefill(ns.number, context, tokens, ns_taken),
+        || calls::ObservePrefill { namespace: ns.id(), context, tokens, ns: ns_taken },
+    )
 }
 
 /// Sets the prefill cost of a namespace, whatever is observed.
@@ -1153,7 +1159,10 @@ pub unsafe extern "C" fn kvt_namespace_set_prefill_cost(
     };
     let noun = enter(ns)?;
     let ns = &noun.0;
-    ns.store.with(|core| core.fix_prefill(ns.number, cost))
+    ns.store.call(
+        |core| core.fix_prefill(ns.number, cost),
+        || calls::FixPrefill { namespace: ns.id(), cost },
+    )
 }
 
 /// Reads the prefill cost that plans use now.
@@ -1164,16 +1173,20 @@ pub unsafe extern "C" fn kvt_namespace_prefill_cost(
 ) -> kvt_status_t {
     check_out(out)?;
     let ns = inspect(ns)?;
-    let prefill = ns.0.store.inspect(|core| core.prefill(ns.0.number))?;
-    let Cost { alpha, beta } = prefill.cost();
+    let own = |core: &StoreState| {
+        let prefill = core.prefill(ns.0.number);
+        (prefill.cost(), prefill.observed(), prefill.is_fixed())
+    };
+    let call = || calls::PrefillCost { namespace: ns.0.id() };
+    let (Cost { alpha, beta }, observed, is_fixed) = ns.0.store.ask(own, call)?;
     write(
         out,
         &kvt_prefill_cost_t {
             struct_size: 0,
             alpha_ns: alpha,
             beta_ns: beta,
-            observed: prefill.observed(),
-            fixed: u32::from(prefill.is_fixed()),
+            observed,
+            fixed: u32::from(is_fixed),
             reserved: 0,
         },
     );
@@ -1268,10 +1281,7 @@ pub unsafe extern "C" fn kvt_store_events(
     loop {
         let room = (rows.len() - written).min(EVENT_GROUP);
         let Some(part) = group.get_mut(..room) else { break };
-        let (count, lost, next) = store.store.inspect(|core| {
-            let (count, lost) = core.events.read(at, part);
-            (count, lost, core.events.next_number())
-        })?;
+        let (count, lost, next) = store.store.read_events(at, part)?;
         for (i, event) in part.iter().take(count).enumerate() {
             rows.put(written + i, &event_for_c(event));
         }
@@ -1317,7 +1327,7 @@ pub unsafe extern "C" fn kvt_store_residents(
     while at != ALL_READ && written < rows.len() {
         let room = (rows.len() - written).min(EVENT_GROUP);
         let Some(part) = group.get_mut(..room) else { break };
-        let (count, next) = store.store.inspect_now(|core| core.residents(at, part))?;
+        let (count, next) = store.store.residents(at, part)?;
         for (i, event) in part.iter().take(count).enumerate() {
             rows.put(written + i, &event_for_c(event));
         }
@@ -1368,7 +1378,10 @@ pub unsafe extern "C" fn kvt_store_set_policy(
     let spec = text("spec", spec, spec_bytes)?;
     let tier = Tier::from_code(tier)?;
     let store = enter(store)?;
-    store.store.with(|core| core.set_policy(tier, spec))
+    store.store.call(
+        |core| core.set_policy(tier, spec),
+        || calls::SetPolicy { tier, spec: spec.to_string() },
+    )
 }
 
 /// Changes the limit of a tier: bytes of cells in HOST, bytes of files on DISK. Chunks beyond it
@@ -1388,15 +1401,7 @@ pub unsafe extern "C" fn kvt_store_set_limit(
 ) -> kvt_status_t {
     let tier = Tier::from_code(tier)?;
     let noun = enter(store)?;
-    noun.store.with(|core| match tier {
-        Tier::Host => core.set_host_bytes(bytes),
-        Tier::Disk => core.set_disk_bytes(bytes),
-        _ => fail!(
-            Unsupported,
-            "the limit of tier {} cannot be changed: use KVT_TIER_HOST or KVT_TIER_DISK",
-            tier.name()
-        ),
-    })
+    noun.store.call(|core| core.set_limit(tier, bytes), || calls::SetLimit { tier, bytes })
 }
 
 // Latencies, tenants and evictions.
@@ -1519,7 +1524,13 @@ pub unsafe extern "C" fn kvt_store_evictions(
     let tier = Tier::from_code(tier)?;
     let store = inspect(store)?;
     let most = rows.len().min(MOST_EVICTIONS);
-    let last = store.store.inspect(|core| core.evictions(tier, most))??;
+    let last = match store.store.client() {
+        None => store.store.inspect(|core| core.evictions(tier, most))??,
+        Some(client) => {
+            let call = calls::Evictions { tier, most: most as u32 };
+            client.call(&call)?.into_iter().map(|entry| entry.0).collect()
+        }
+    };
     for (at, entry) in last.iter().take(most).enumerate() {
         rows.put(at, &log_entry(entry));
     }
@@ -1550,7 +1561,10 @@ pub unsafe extern "C" fn kvt_store_set_quota(
 ) -> kvt_status_t {
     let tier = Tier::from_code(tier)?;
     let store = enter(store)?;
-    store.store.with(|core| core.set_quota(tenant, tier, bytes))
+    store.store.call(
+        |core| core.set_quota(tenant, tier, bytes),
+        || calls::SetQuota { tenant, tier, bytes },
+    )
 }
 
 /// Reads the traffic of each tenant, by number. The last row sums the tenants that are not counted
@@ -1666,8 +1680,9 @@ pub unsafe extern "C" fn kvt_store_remote_stats(
 ) -> kvt_status_t {
     check_out(out)?;
     let store = inspect(store)?;
-    let stats = store.store.inspect(|core| core.remote_stats())?;
-    write(out, &stats.unwrap_or_default());
+    let own = |core: &StoreState| core.remote_stats().map(Raw);
+    let stats = store.store.ask(own, || calls::RemoteStatsNow {})?;
+    write(out, &stats.map(|stats| stats.0).unwrap_or_default());
     Ok(())
 }
 

@@ -342,7 +342,7 @@ impl Offload {
             layers: 1,
             by_layer: false,
             wanted: Wanted::Chunks(copy_of(blocks)?),
-            views: Arc::new(Views(vec![views])),
+            views: Arc::new(Views::from(vec![views])),
             after,
         };
         self.submit(TransferKind::Get, cell_range, &OpOpts::default())

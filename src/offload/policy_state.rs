@@ -226,7 +226,7 @@ impl PolicyState {
             layers: 1,
             by_layer: false,
             wanted: Wanted::All,
-            views: Arc::new(Views(vec![LayerViews { k, v: None }])),
+            views: Arc::new(Views::from(vec![LayerViews { k, v: None }])),
             after: None,
         };
         let ops = store.submit(self.session, kind, Level::Ram, range, &OpOpts::default())?;

@@ -211,7 +211,7 @@ impl Offload {
             layers: 1,
             by_layer: false,
             wanted: Wanted::All,
-            views: Arc::new(Views(vec![part])),
+            views: Arc::new(Views::from(vec![part])),
             after,
         };
         self.submit(TransferKind::Put, cell_range, opts)

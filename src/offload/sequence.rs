@@ -294,7 +294,7 @@ impl Offload {
             layers: 1,
             by_layer: false,
             wanted: Wanted::All,
-            views: Arc::new(Views(vec![views])),
+            views: Arc::new(Views::from(vec![views])),
             after: None,
         };
         self.submit(TransferKind::Get, cell_range, &OpOpts::default())

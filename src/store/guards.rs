@@ -5,11 +5,16 @@ use crate::base::core::Core;
 use crate::base::fork;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
+use crate::fail;
 use crate::format::keys::identity::Identity;
+use crate::format::keys::media::Medium;
 use crate::format::keys::{Fingerprint, recipe};
 use crate::meta::key::Key;
 use crate::meta::layout::Layout;
 use crate::store::handle::Store;
+use crate::store::pool::calls::{self, OwnedSessionOpts};
+use crate::store::pool::wire::{NamespaceId, SessionId};
+use crate::store::state::plans::LookupResult;
 use crate::store::state::{NamespaceOpts, SessionOpts, StoreState};
 
 /// An open namespace. Its sessions keep it open.
@@ -43,8 +48,9 @@ impl Namespace {
         let codec = recipe::codec_of(identity.recipe.unwrap_or(&[]));
         let codec = codec.map_err(|e| e.within("recipe"))?;
         let (layers, chunk_tokens) = (layout.layers(), layout.chunk_tokens());
+        let encoded = layout.encode();
         let opts = NamespaceOpts { key, layout, holes };
-        let number = store.with(|core| {
+        let own = |core: &mut StoreState| {
             let number = core.open_namespace(&opts)?;
             core.set_codec(number, codec);
             if let Err(error) = core.set_tenant(number, remote_tenant) {
@@ -52,9 +58,41 @@ impl Namespace {
                 return Err(error);
             }
             Ok(number)
+        };
+        let tenant = remote_tenant;
+        let number = store.call(own, || calls::OpenNamespace {
+            key,
+            layout: encoded,
+            holes,
+            codec,
+            tenant,
         })?;
+        if let Some(client) = store.client() {
+            client.note_namespace(number, (key, chunk_tokens));
+        }
         let (core, store) = (core.clone(), store.clone());
         Ok(Namespace { core, store, number, layers, chunk_tokens, key })
+    }
+}
+
+impl Namespace {
+    /// The namespace, as calls to another process name it.
+    pub fn id(&self) -> NamespaceId {
+        NamespaceId(self.number)
+    }
+
+    /// Which keys are resident, as bits of tiers; `found` has at least as many places as there are keys.
+    pub fn exist(&self, keys: &[Key], found: &mut [u8]) -> Result<()> {
+        let Some(client) = self.store.client() else {
+            return self.store.inspect_now(|core| core.exists(self.number, keys, found))?;
+        };
+        let call = calls::Exists { namespace: self.id(), keys: keys.to_vec() };
+        let answer = client.call(&call)?;
+        if answer.len() != keys.len() {
+            fail!(Corrupt, "the server has answered for {} keys of {}", answer.len(), keys.len());
+        }
+        found[..keys.len()].copy_from_slice(&answer);
+        Ok(())
     }
 }
 
@@ -64,10 +102,11 @@ impl Drop for Namespace {
         if fork::check().is_err() {
             return;
         }
-        let closed = self.store.release_with(|core| {
+        let own = |core: &mut StoreState| {
             core.close_namespace(self.number);
             Ok(())
-        });
+        };
+        let closed = self.store.release(own, || calls::CloseNamespace { namespace: self.id() });
         if let Err(error) = closed {
             log::error!("internal: a namespace could not be closed in its store: {error}");
         }
@@ -85,14 +124,51 @@ pub struct Session {
 impl Session {
     /// Opens a session without tokens.
     pub fn open(ns: &Arc<Namespace>, opts: &SessionOpts<'_>) -> Result<Session> {
-        let number = ns.store.with(|core| core.open_session(ns.number, opts))?;
+        let own = |core: &mut StoreState| core.open_session(ns.number, opts);
+        let number = ns.store.call(own, || calls::OpenSession {
+            namespace: ns.id(),
+            opts: OwnedSessionOpts::of(opts),
+        })?;
         Ok(Session { ns: ns.clone(), number })
     }
 
     /// Opens a session with the tokens of this one.
     pub fn fork(&self, opts: &SessionOpts<'_>) -> Result<Session> {
-        let number = self.ns.store.with(|core| core.fork(self.number, opts))?;
+        let own = |core: &mut StoreState| core.fork(self.number, opts);
+        let number = self.ns.store.call(own, || calls::ForkSession {
+            session: self.id(),
+            opts: OwnedSessionOpts::of(opts),
+        })?;
         Ok(Session { ns: self.ns.clone(), number })
+    }
+
+    /// The session, as calls to another process name it.
+    pub fn id(&self) -> SessionId {
+        SessionId(self.number)
+    }
+
+    /// Appends tokens, and media whose positions count from the first of these.
+    pub fn append(&self, tokens: &[u32], media: &[Medium]) -> Result<()> {
+        self.ns.store.call(
+            |core| core.append_after(self.number, tokens, media.to_vec()),
+            || calls::Append { session: self.id(), tokens: tokens.to_vec(), media: media.to_vec() },
+        )
+    }
+
+    /// Truncates the session.
+    pub fn truncate(&self, tokens: u64) -> Result<()> {
+        self.ns.store.call(
+            |core| core.truncate(self.number, tokens).map(|_| ()),
+            || calls::Truncate { session: self.id(), tokens },
+        )
+    }
+
+    /// What of its tokens can be reused.
+    pub fn lookup(&self) -> Result<LookupResult> {
+        self.ns.store.call(
+            |core| core.lookup_session(self.number).cloned(),
+            || calls::LookupSession { session: self.id() },
+        )
     }
 
     /// Number of its tokens.
@@ -100,7 +176,10 @@ impl Session {
         let tokens = |core: &StoreState| -> Result<u64> {
             Ok(core.session(self.number)?.path().tokens().len() as u64)
         };
-        self.ns.store.inspect(tokens)?
+        match self.ns.store.client() {
+            None => self.ns.store.inspect(tokens)?,
+            Some(client) => client.call(&calls::SessionTokens { session: self.id() }),
+        }
     }
 }
 
@@ -110,7 +189,9 @@ impl Drop for Session {
         if fork::check().is_err() {
             return;
         }
-        if let Err(error) = self.ns.store.release_with(|core| core.close_session(self.number)) {
+        let own = |core: &mut StoreState| core.close_session(self.number);
+        let closed = self.ns.store.release(own, || calls::CloseSession { session: self.id() });
+        if let Err(error) = closed {
             log::error!("internal: a session could not be closed in its store: {error}");
         }
     }

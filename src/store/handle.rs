@@ -1,8 +1,9 @@
 //! An open store: the state machine behind one lock, worker threads that execute its work, and ops
 //! that notify callers of completion.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
+use std::path::Path;
 
 use smallvec::SmallVec;
 
@@ -28,6 +29,11 @@ use crate::store::events::{Entries, Event as StoreEvent, MOST, Stage};
 use crate::store::executor::Tools;
 use crate::store::executor::remote::RemoteExecutor;
 use crate::store::executor::{EventCopies, StateAccess, copy_inline, read_and_decode};
+use crate::store::pool::calls::{self, Call};
+use crate::store::pool::client::{self, Client};
+use crate::store::pool::link::Link;
+use crate::store::pool::messages::{Ended, What};
+use crate::store::pool::wire::{NamespaceId, Raw};
 use crate::store::ready_event::{EventState, Listener as EventListener, Ready};
 use crate::store::spec::{DiskSpec, StoreSpec};
 use crate::store::state::blocks::BlockTransfer;
@@ -41,13 +47,16 @@ use crate::store::token_path::MAX_TOKENS;
 use crate::tier::disk::{
     CellAt, CellIndex, DiskTier, Gets, OpenReport, Options, ReadFeed, Recovered, Spot,
 };
+use crate::tier::host::shared::SharedSlabs;
 use crate::tier::remote::{Publish, RemoteError, Server};
 
 /// State behind the lock.
-struct Guarded {
-    core: StoreState,
+pub(super) struct Guarded {
+    pub(super) core: StoreState,
     /// Ops of each transfer, by its number.
     ops: Vec<Vec<OpRef>>,
+    /// Transfers of other processes, by their number.
+    pub(super) remote_ops: BTreeMap<u32, RemoteOp>,
     /// Buffer for completions.
     finished: Vec<Finished>,
     /// Ops that wait for events.
@@ -64,15 +73,27 @@ struct Guarded {
     closing: bool,
     /// Steps of the final write-back that have begun. A repeated close continues from there.
     close_step: usize,
-    stop: bool,
+    pub(super) stop: bool,
     /// A worker has panicked: new transfers are refused.
-    broken: bool,
+    pub(super) broken: bool,
+}
+
+/// A transfer of another process.
+#[derive(Clone)]
+pub(super) struct RemoteOp {
+    pub(super) link: Arc<Link>,
+    /// That process's number of it.
+    pub(super) transfer: u64,
 }
 
 /// Shared by all threads.
-struct Inner {
-    runtime: Arc<RuntimeCore>,
-    state: Mutex<Guarded>,
+pub(super) struct Inner {
+    pub(super) runtime: Arc<RuntimeCore>,
+    pub(super) state: Mutex<Guarded>,
+    /// Memory for cells that other processes map, if this store is shared.
+    pub(super) shared: Option<Arc<SharedSlabs>>,
+    /// Other processes that have opened the store, by number.
+    pub(super) links: Mutex<BTreeMap<u64, Arc<Link>>>,
     /// Wakes workers of a kind.
     work: [Condvar; KINDS],
     /// Wakes the thread for copies that depend on device events.
@@ -90,6 +111,10 @@ struct Inner {
 /// An open store.
 pub struct Store {
     inner: Arc<Inner>,
+    /// The store is another process's: this one has an empty state, and asks that process.
+    client: Option<Arc<Client>>,
+    /// Ends the thread that accepts other processes.
+    serving: Option<Arc<Waker>>,
     threads: Mutex<Vec<JoinHandle<()>>>,
     account: Option<Arc<Account>>,
     /// Held during an audit of the device tier; closing waits for it.
@@ -139,13 +164,115 @@ impl Store {
             None => Budget::of_machine(runtime, spec.config.host_bytes)?,
         };
         let account = Some(budget.account("store", 0, Some(reclaimer(&slot)))?);
-        let store = Store::open_on(runtime, account.clone(), &slot, spec, device);
+        let store = match &spec.shared {
+            Some(path) => Store::open_shared(runtime, account.clone(), &slot, spec, device, path),
+            None => Store::open_on(runtime, account.clone(), &slot, spec, device),
+        };
         if let (Err(_), Some(account)) = (&store, account)
             && let Err(error) = account.close()
         {
             log::warn!("the account of a store that failed to open stays open: {error}");
         }
         store
+    }
+
+    /// Opens a store of another process.
+    fn open_shared(
+        runtime: &Arc<RuntimeCore>,
+        account: Option<Arc<Account>>,
+        slot: &Mutex<Weak<Inner>>,
+        spec: &StoreSpec,
+        device: Arc<dyn Device>,
+        path: &Path,
+    ) -> Result<Store> {
+        if device.facts().reaches_device {
+            fail!(
+                Unsupported,
+                "a shared store cannot copy to or from device memory: pass no device"
+            );
+        }
+        spec.check_shared()?;
+        let none = StoreSpec { config: nothing(), ..StoreSpec::parse("")? };
+        let mut store =
+            Store::open_over(runtime, account, slot, &none, device, (None, None), None)?;
+        store.client = Some(Client::open(runtime, path, spec.copiers, spec.inline_bytes)?);
+        Ok(store)
+    }
+
+    /// The connection to the process whose store this is; None = this one's.
+    pub fn client(&self) -> Option<&Arc<Client>> {
+        self.client.as_ref()
+    }
+
+    /// Executes `own` on the state, or a call in the process that has the state.
+    pub fn call<C: Call>(
+        &self,
+        own: impl FnOnce(&mut StoreState) -> Result<C::Out>,
+        call: impl FnOnce() -> C,
+    ) -> Result<C::Out> {
+        match &self.client {
+            None => self.with(own),
+            Some(client) => client.call(&call()),
+        }
+    }
+
+    /// The same for the end of an object; also while the store closes.
+    pub fn release<C: Call<Out = ()>>(
+        &self,
+        own: impl FnOnce(&mut StoreState) -> Result<()>,
+        call: impl FnOnce() -> C,
+    ) -> Result<()> {
+        match &self.client {
+            None => self.release_with(own),
+            Some(client) => client.release(&call()),
+        }
+    }
+
+    /// Reads events from a number on: how many, how many were missed, and the number of the next one.
+    pub fn read_events(&self, from: u64, out: &mut [StoreEvent]) -> Result<(usize, u64, u64)> {
+        let Some(client) = &self.client else {
+            return self.inspect(|core| {
+                let (count, missed) = core.events.read(from, out);
+                (count, missed, core.events.next_number())
+            });
+        };
+        let most = out.len() as u32;
+        let (events, missed, next) = client.call(&calls::ReadEvents { from, most })?;
+        Ok((filled(out, events)?, missed, next))
+    }
+
+    /// Reads what is resident from a position on: how many entries, and the next position.
+    pub fn residents(&self, from: u64, out: &mut [StoreEvent]) -> Result<(usize, u64)> {
+        let Some(client) = &self.client else {
+            return self.inspect_now(|core| core.residents(from, out));
+        };
+        let most = out.len() as u32;
+        let (entries, next) = client.call(&calls::Residents { from, most })?;
+        Ok((filled(out, entries)?, next))
+    }
+
+    /// The same for what only reads; also while the store closes.
+    pub fn ask<C: Call>(
+        &self,
+        own: impl FnOnce(&StoreState) -> C::Out,
+        call: impl FnOnce() -> C,
+    ) -> Result<C::Out> {
+        match &self.client {
+            None => self.inspect(own),
+            Some(client) => client.call(&call()),
+        }
+    }
+
+    /// Fails for a store of another process.
+    fn check_own(&self) -> Result<()> {
+        if self.client.is_some() {
+            fail!(
+                Unsupported,
+                "the store is another process's, and this call is not possible from here: make it \
+                 there"
+            );
+        }
+        Ok(())
     }
 
     /// Opens a store on an account.
@@ -191,27 +318,16 @@ impl Store {
         let mut core = StoreState::new(config, account.clone(), disk.clone())?;
         core.tick(runtime.clock().now_ns());
         core.begin_device(&device)?;
+        let shared = spec.serve.as_ref().map(|_| core.share_host()).transpose()?;
         let adopted = match &recovered {
             Some(recovered) => core.adopt(recovered)?,
             None => Adopted::default(),
         };
-        let state = Guarded {
-            core,
-            ops: Vec::new(),
-            finished: Vec::new(),
-            watches: Watches::default(),
-            published_until: u64::MAX,
-            sleeping: [0; KINDS],
-            has_alarm: [false; KINDS],
-            event_thread_sleeps: false,
-            closing: false,
-            close_step: 0,
-            stop: false,
-            broken: false,
-        };
         let inner = Arc::new_cyclic(|this| Inner {
             runtime: runtime.clone(),
-            state: Mutex::new(state),
+            state: Mutex::new(Guarded::new(core)),
+            shared,
+            links: Mutex::new(BTreeMap::new()),
             work: std::array::from_fn(|_| Condvar::new()),
             events_pending: Condvar::new(),
             feed: Condvar::new(),
@@ -222,12 +338,18 @@ impl Store {
         });
         *slot.lock() = Arc::downgrade(&inner);
         runtime.add_owner(inner.this.clone());
-        let threads = start_workers(&inner, spec, listener).inspect_err(|_| inner.stop())?;
+        let mut threads = start_workers(&inner, spec, listener).inspect_err(|_| inner.stop())?;
+        let serving = match &spec.serve {
+            Some(path) => Some(serve(&inner, path, &mut threads).inspect_err(|_| inner.stop())?),
+            None => None,
+        };
         let threads = Mutex::new(threads);
         let opened = Opened { disk: report, adopted };
         let auditing = Mutex::new(());
         Ok(Store {
             inner,
+            client: None,
+            serving,
             threads,
             account,
             auditing,
@@ -246,6 +368,7 @@ impl Store {
     /// Runs `act` on the state. Whatever it makes possible without a worker is done when this
     /// returns.
     pub fn with<R>(&self, act: impl FnOnce(&mut StoreState) -> Result<R>) -> Result<R> {
+        self.check_own()?;
         self.inner.runtime.check_open()?;
         let mut state = self.inner.state.lock();
         state.check_open()?;
@@ -269,6 +392,7 @@ impl Drop for Store {
         if fork::check().is_err() {
             return;
         }
+        self.end_sharing();
         self.inner.cancel_all(Status::Closed);
         if let Err(error) = self.settle(0) {
             log::error!("a store was dropped with work in flight: {error}");
@@ -283,7 +407,25 @@ impl Drop for Store {
 }
 
 impl Guarded {
-    fn check_open(&self) -> Result<()> {
+    fn new(core: StoreState) -> Guarded {
+        Guarded {
+            core,
+            ops: Vec::new(),
+            remote_ops: BTreeMap::new(),
+            finished: Vec::new(),
+            watches: Watches::default(),
+            published_until: u64::MAX,
+            sleeping: [0; KINDS],
+            has_alarm: [false; KINDS],
+            event_thread_sleeps: false,
+            closing: false,
+            close_step: 0,
+            stop: false,
+            broken: false,
+        }
+    }
+
+    pub(super) fn check_open(&self) -> Result<()> {
         match (self.broken, self.closing || self.stop) {
             (true, _) => Err(Status::Panic.into()),
             (_, true) => Err(Status::Closed.into()),
@@ -292,10 +434,18 @@ impl Guarded {
     }
 
     /// Ops of the completions since the last call.
-    fn ended(&mut self) -> Completions {
+    pub(super) fn ended(&mut self) -> Completions {
         self.core.finished(&mut self.finished);
         let mut completions = Completions::new();
         for one in self.finished.drain(..) {
+            if let Some(op) = self.remote_ops.get(&one.number) {
+                let target = Target::Client(op.clone());
+                if one.last {
+                    self.remote_ops.remove(&one.number);
+                }
+                completions.push((target, one));
+                continue;
+            }
             let Some(ops) = self.ops.get_mut(one.number as usize) else { continue };
             let part = one.part as usize;
             // An op that ends alone need not be counted twice.
@@ -306,19 +456,25 @@ impl Guarded {
             if one.last {
                 ops.clear();
             }
-            completions.extend(op.map(|op| (op, one)));
+            completions.extend(op.map(|op| (Target::Op(op), one)));
         }
         completions
     }
 }
 
-/// Ops with their outcome.
-type Completions = SmallVec<[(OpRef, Finished); 1]>;
+/// Who waits for a transfer.
+pub(super) enum Target {
+    Op(OpRef),
+    Client(RemoteOp),
+}
+
+/// Transfers with their outcome.
+pub(super) type Completions = SmallVec<[(Target, Finished); 1]>;
 
 impl Inner {
     /// After any change of the state: wakes workers that have work, and collects completions, which
     /// are reported after the lock is released.
-    fn collect_completions(&self, state: &mut Guarded) -> Completions {
+    pub(super) fn collect_completions(&self, state: &mut Guarded) -> Completions {
         for workers in WorkerKind::ALL {
             let at = workers as usize;
             let is_urgent = workers == WorkerKind::Lookup && state.core.is_lookup_urgent();
@@ -427,8 +583,16 @@ impl CellIndex for &Inner {
 }
 
 /// Reports completions to callers, without the lock.
-fn finish(completions: Completions) {
-    for (op, one) in completions {
+pub(super) fn finish(completions: Completions) {
+    for (target, one) in completions {
+        let op = match target {
+            Target::Op(op) => op,
+            Target::Client(RemoteOp { link, transfer }) => {
+                let Finished { part, error, tokens, bytes, outcomes, last, .. } = one;
+                link.report(Ended { transfer, part, last, error, tokens, bytes, outcomes });
+                continue;
+            }
+        };
         op.report(one.tokens, one.bytes);
         op.report_items(&one.outcomes);
         let status = one.error.as_ref().map_or(Status::Ok, Error::status);
@@ -507,6 +671,16 @@ impl Store {
         opts: &OpOpts,
         ready: Option<&Ready>,
     ) -> Result<Vec<OpRef>> {
+        if let Some(client) = &self.client {
+            refuse_events(cell_range.after, ready)?;
+            let CellRange {
+                first_token, tokens, first_layer, layers, by_layer, wanted, views, ..
+            } = cell_range;
+            let ops = client::Ops::Each(if by_layer { layers } else { 1 });
+            let (tokens, layers) = ((first_token, tokens), (first_layer, layers));
+            let what = What::Cells { tokens, layers, by_layer, wanted };
+            return client.submit((session, kind, level), (ops, opts), what, views);
+        }
         cell_range.after = self.check_after(kind, cell_range.after)?;
         let ops = Ops::Each(if cell_range.by_layer { cell_range.layers } else { 1 });
         let lane = opts.priority;
@@ -522,12 +696,19 @@ impl Store {
     /// Begins a remote lookup of a session: one op, whose result is the number of tokens the
     /// session can continue from, here or at the remote.
     pub fn locate(&self, session: u32, opts: &OpOpts) -> Result<OpRef> {
+        if let Some(client) = &self.client {
+            return client.locate(session, client::Ops::Each(1), opts, What::Locate);
+        }
         let ops = self.begin(Ops::Each(1), opts, None, |core| Ok((core.locate(session)?, 0)))?;
         ops.into_iter().next().ok_or_else(|| Status::Invalid.into())
     }
 
     /// Begins a remote lookup of blocks: one op with an item for each block.
     pub fn locate_blocks(&self, session: u32, keys: Vec<Key>, opts: &OpOpts) -> Result<OpRef> {
+        if let Some(client) = &self.client {
+            let ops = client::Ops::Items(keys.len());
+            return client.locate(session, ops, opts, What::LocateBlocks(keys));
+        }
         let ops = Ops::Items(keys.len());
         let submit = |core: &mut StoreState| Ok((core.locate_blocks(session, keys)?, 0));
         let ops = self.begin(ops, opts, None, submit)?;
@@ -543,6 +724,13 @@ impl Store {
         opts: &OpOpts,
         ready: Option<&Ready>,
     ) -> Result<Vec<OpRef>> {
+        if let Some(client) = &self.client {
+            refuse_events(blocks.after, ready)?;
+            let BlockTransfer { keys, first_layer, layers, views, .. } = blocks;
+            let ops = client::Ops::Items(keys.len());
+            let what = What::Blocks { keys, layers: (first_layer, layers) };
+            return client.submit((session, kind, level), (ops, opts), what, views);
+        }
         blocks.after = self.check_after(kind, blocks.after)?;
         let (ops, how) = (Ops::Items(blocks.keys.len()), (kind, level, opts.priority));
         self.begin(ops, opts, ready, |core| match ready {
@@ -645,6 +833,17 @@ impl Store {
         }
         Ok(ops)
     }
+}
+
+/// Refuses events, which a store of another process does not know.
+fn refuse_events(after: Option<Event>, ready: Option<&Ready>) -> Result<()> {
+    if after.is_some() || ready.is_some() {
+        fail!(
+            Unsupported,
+            "transfers of a shared store wait for no event: submit them when it has happened"
+        );
+    }
+    Ok(())
 }
 
 /// Abandons ops of a refused call. They are never reported.
@@ -784,6 +983,7 @@ impl Store {
 impl Store {
     /// Reads the state; also while the store closes, not after.
     pub fn inspect<R>(&self, read: impl FnOnce(&StoreState) -> R) -> Result<R> {
+        self.check_own()?;
         let state = self.inner.state.lock();
         if state.stop {
             return Err(Status::Closed.into());
@@ -793,6 +993,7 @@ impl Store {
 
     /// The same, after chunks whose end has come were removed, at most as many as a tick removes.
     pub fn inspect_now<R>(&self, read: impl FnOnce(&StoreState) -> R) -> Result<R> {
+        self.check_own()?;
         let mut state = self.inner.state.lock();
         if state.stop {
             return Err(Status::Closed.into());
@@ -861,6 +1062,7 @@ impl Store {
     /// BUSY: the store still exists and refuses new work.
     pub fn close(&self, deadline_ns: u64) -> Result<()> {
         self.inner.state.lock().closing = true;
+        self.end_sharing();
         self.inner.cancel_all(Status::Cancelled);
         match self.settle(deadline_ns).and_then(|()| self.write_back_and_checkpoint(deadline_ns)) {
             // After a panic nothing becomes idle; the workers end below.
@@ -877,6 +1079,13 @@ impl Store {
         let ended = self.disk().map_or(Ok(()), |disk| disk.close());
         self.release_resources()?;
         ended
+    }
+
+    /// Ends the connections to other processes. Their copies have ended when this returns, or those
+    /// processes are asked to end them; see `store::server`.
+    fn end_sharing(&self) {
+        self.serving.iter().for_each(|waker| waker.wake());
+        self.client.iter().for_each(|client| client.close());
     }
 
     /// Closes a store after a defect. A panic ends ops while other workers may still copy: when this
@@ -912,15 +1121,7 @@ impl Store {
 
     /// Frees memory and directory, although ops and handles may be kept for longer.
     fn release_resources(&self) -> Result<()> {
-        let config = Config {
-            max_chunks: 1,
-            max_sessions: 1,
-            max_transfers: 1,
-            max_jobs: 1,
-            events: 1,
-            ..Config::default()
-        };
-        let empty = StoreState::new(config, None, None)?;
+        let empty = StoreState::new(nothing(), None, None)?;
         let auditing = self.auditing.lock();
         let core = std::mem::replace(&mut self.inner.state.lock().core, empty);
         drop(core);
@@ -1102,7 +1303,7 @@ impl Watches {
         }
         for one in &mut self.all {
             if let Some((from, op)) = one.take_if(|(from, _)| *from < next) {
-                completions.push((op, ended(next - from, None)));
+                completions.push((Target::Op(op), ended(next - from, None)));
             }
         }
         self.least = self.all.iter().flatten().map(|(from, _)| *from).min().unwrap_or(u64::MAX);
@@ -1118,13 +1319,13 @@ impl Watches {
         let Some(one) = self.all.get_mut((place - FIRST) as usize) else { return };
         let status = one.as_ref().and_then(|(_, op)| abandoned_status(std::slice::from_ref(op)));
         if let (Some(status), Some((_, op))) = (status, one.take_if(|_| status.is_some())) {
-            completions.push((op, ended(0, Some(status))));
+            completions.push((Target::Op(op), ended(0, Some(status))));
         }
     }
 
     /// Completes all ops.
     pub fn end_all(&mut self, status: Status, completions: &mut Completions) {
-        completions.extend(self.take().map(|op| (op, ended(0, Some(status)))));
+        completions.extend(self.take().map(|op| (Target::Op(op), ended(0, Some(status)))));
     }
 
     /// Takes all ops.
@@ -1151,6 +1352,7 @@ impl Store {
     /// Begins an op that completes when the event `from` or a later one exists; its value is the
     /// number of available events. `u64::MAX` = the next event.
     pub fn watch(&self, from: u64, opts: &OpOpts) -> Result<OpRef> {
+        self.check_own()?;
         let op = self.inner.runtime.promise(opts, self.inner.clone())?;
         // A passed deadline, or a concurrent close, may have ended the op.
         if !op.begin() {
@@ -1314,10 +1516,13 @@ impl Store {
             fail!(Limit, "a lookup of {} tokens, the limit is {MAX_TOKENS}", tokens.len());
         }
         media::check(media, 0..tokens.len() as u64)?;
-        let entry = self.inspect(|core| {
-            let key = core.namespace(namespace).map(|namespace| namespace.key);
-            Some((key?, core.table_of(namespace)?.layout.chunk_tokens()))
-        })?;
+        let entry = match &self.client {
+            Some(client) => client.namespace(namespace),
+            None => self.inspect(|core| {
+                let key = core.namespace(namespace).map(|namespace| namespace.key);
+                Some((key?, core.table_of(namespace)?.layout.chunk_tokens()))
+            })?,
+        };
         let Some((key, each)) = entry else { fail!(NotFound, "there is no namespace {namespace}") };
         let mut keys = Vec::new();
         Chain::new(key, each)?.extend(tokens, &media::extras(media, each)?, &mut keys)?;
@@ -1326,7 +1531,12 @@ impl Store {
 
     /// Looks up the keys of the full chunks of a sequence with so many tokens.
     pub fn lookup_keys(&self, namespace: u32, keys: &[Key], tokens: u64) -> Result<LookupResult> {
-        self.with(|core| core.lookup_keys(namespace, keys, tokens).cloned())
+        let own = |core: &mut StoreState| core.lookup_keys(namespace, keys, tokens).cloned();
+        self.call(own, || calls::LookupKeys {
+            namespace: NamespaceId(namespace),
+            keys: keys.to_vec(),
+            tokens,
+        })
     }
 }
 
@@ -1426,6 +1636,10 @@ impl Inner {
             drop(state);
             finish(completions);
             let began_ns = self.runtime.clock().now_ns();
+            let Some(work) = self.for_this_process(work, began_ns) else {
+                state = self.state.lock();
+                continue;
+            };
             let ended = match (work, &tools.disk) {
                 (Work::Reads(batch), Some(disk)) => {
                     self.read(batch, disk).map(|()| self.state.lock())
@@ -1490,7 +1704,7 @@ impl Inner {
     /// a worker that goes on keeps the lock where no caller waits for a completion. A fetch worker
     /// passes `copies`, and gets as many bytes of copies as it has fetched: its processor's caches
     /// have them, and no other thread need be woken.
-    fn work_ends(
+    pub(super) fn work_ends(
         &self,
         work: Work,
         outcome: Result<()>,
@@ -1661,6 +1875,36 @@ impl Subject for Inner {
         finish(completions);
         result
     }
+}
+
+/// Writes events of another process. Returns how many.
+fn filled(out: &mut [StoreEvent], events: Vec<Raw<StoreEvent>>) -> Result<usize> {
+    let count = events.len();
+    let Some(out) = out.get_mut(..count) else {
+        fail!(Corrupt, "the server has sent {count} events instead of at most {}", out.len());
+    };
+    out.iter_mut().zip(events).for_each(|(to, one)| *to = one.0);
+    Ok(count)
+}
+
+/// Configuration of a state that keeps nothing.
+fn nothing() -> Config {
+    Config {
+        max_chunks: 1,
+        max_sessions: 1,
+        max_transfers: 1,
+        max_jobs: 1,
+        events: 1,
+        ..Config::default()
+    }
+}
+
+/// Starts the thread that accepts other processes.
+fn serve(inner: &Arc<Inner>, path: &Path, threads: &mut Vec<JoinHandle<()>>) -> Result<Arc<Waker>> {
+    let (listener, waker) = (Listener::bind(path)?, Arc::new(Waker::new()?));
+    let (inner, ring) = (inner.clone(), waker.clone());
+    threads.push(spawn("kvt-serve".into(), move || inner.serve_clients(listener, ring))?);
+    Ok(waker)
 }
 
 /// Starts all threads of a store.

@@ -122,10 +122,11 @@ impl Queues {
         self.insert(lane, Waiting { next: 0, prev: last, session, lane: 0, cells, bytes }, job);
     }
 
-    /// Queues the rest of a job that was popped. The rest is the next job of its session.
-    pub fn put_back(&mut self, lane: usize, session: u32, job: Job, bytes: u64) {
+    /// Queues the rest of a job that was popped: its cells and bytes. The rest is the next job of its
+    /// session.
+    pub fn put_back(&mut self, lane: usize, session: u32, job: Job, (cells, bytes): (u16, u64)) {
         let first = self.lanes[lane].flows[session as usize].head;
-        let waiting = Waiting { next: first, prev: 0, session, lane: 0, cells: 1, bytes };
+        let waiting = Waiting { next: first, prev: 0, session, lane: 0, cells, bytes };
         self.insert(lane, waiting, job);
     }
 
@@ -274,7 +275,7 @@ mod tests {
                         model[lane * 5 + session as usize].push_back(job);
                     }
                     3 if !queues.is_queued(job) => {
-                        queues.put_back(lane, session, job, bytes);
+                        queues.put_back(lane, session, job, (1, bytes));
                         model[lane * 5 + session as usize].push_front(job);
                     }
                     2 => {

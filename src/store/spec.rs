@@ -92,6 +92,10 @@ const PARAMS: &[Param] = &[
     ),
     Param::new("readers", "threads that read the disk"),
     Param::new("control", "path of the control socket").default_is("none"),
+    Param::new("serve", "socket at which other processes open this store: `\"unix:PATH\"`")
+        .default_is("none"),
+    Param::new("shared", "socket of a store that another process serves; this process opens that")
+        .default_is("none"),
 ];
 
 /// The write modes with their meaning.
@@ -277,6 +281,10 @@ pub struct StoreSpec {
     pub readers: u32,
     /// Path of the control socket, if there is one.
     pub control: Option<PathBuf>,
+    /// Path of the socket at which other processes open the store, if it is shared.
+    pub serve: Option<PathBuf>,
+    /// Path of the socket of a store that another process serves: this one opens that.
+    pub shared: Option<PathBuf>,
 }
 
 impl StoreSpec {
@@ -301,6 +309,19 @@ impl StoreSpec {
         Ok(store)
     }
 
+    /// Checks a store of another process: what only its server decides cannot be given here.
+    pub fn check_shared(&self) -> Result<()> {
+        let is_given = self.disk.is_some() || self.remote.is_some() || self.serve.is_some();
+        if is_given || self.config.device.bytes > 0 || self.control.is_some() {
+            fail!(
+                Invalid,
+                "a store with shared=... has its tiers in the process that serves it: give disk, \
+                 remote, device, control and serve there"
+            );
+        }
+        Ok(())
+    }
+
     fn read_params(reader: &mut Reader) -> Result<StoreSpec> {
         let usual = Config::default();
         let granularity = reader.choice("granularity", &["chunk", "cell", "session"])?;
@@ -311,10 +332,7 @@ impl StoreSpec {
         };
         let config = Config {
             host_bytes: reader.bytes("host", usual.host_bytes)?,
-            device: match reader.spec("device")? {
-                Some(device) => read_device(device)?,
-                None => DeviceConfig::default(),
-            },
+            device: reader.spec("device")?.map_or(Ok(DeviceConfig::default()), read_device)?,
             host_policy: policy(reader, "policy", &usual.host_policy)?,
             disk_policy: policy(reader, "disk_policy", &usual.disk_policy)?,
             granularity: match granularity {
@@ -369,7 +387,18 @@ impl StoreSpec {
             inline_bytes,
             readers,
             control,
+            serve: read_socket(reader, "serve")?,
+            shared: read_socket(reader, "shared")?,
         })
+    }
+}
+
+/// Path of a socket, given as `unix:PATH`.
+fn read_socket(reader: &mut Reader, key: &'static str) -> Result<Option<PathBuf>> {
+    let Some(text) = reader.text(key)?.filter(|text| !text.is_empty()) else { return Ok(None) };
+    match text.strip_prefix("unix:") {
+        Some(path) if !path.is_empty() => Ok(Some(PathBuf::from(path))),
+        _ => fail!(Spec, "{key} is \"{text}\": use \"unix:PATH\", the path of a socket"),
     }
 }
 

@@ -261,7 +261,7 @@ impl Engine {
             layers: LAYERS,
             by_layer: false,
             wanted: Wanted::All,
-            views: kvtier::base::sync::Arc::new(Views(views)),
+            views: kvtier::base::sync::Arc::new(Views::from(views)),
             after: None,
         }
     }

@@ -73,7 +73,7 @@ impl Pool {
             memory: Memory::Host,
         };
         let layer = |at| LayerViews { k: plane(2 * at), v: Some(plane(2 * at + 1)) };
-        Views((0..MODEL.layers).map(layer).collect())
+        Views::from((0..MODEL.layers).map(layer).collect::<Vec<_>>())
     }
 }
 
@@ -339,7 +339,7 @@ fn invalid_block_transfers_leave_nothing() {
         Status::Invalid
     );
     let mut one = pool.views(&[0, 1]);
-    one.0.pop();
+    one.layers.pop();
     assert_eq!(refused(TransferKind::Get, Level::Ram, &[1, 2], one), Status::Invalid);
     let both = pool.views(&[0, 1]);
     assert_eq!(refused(TransferKind::Put, Level::Durable, &[1, 2], both), Status::Unavailable);
@@ -532,7 +532,7 @@ fn first_layers(dup: bool) -> usize {
     all.put(Level::Ram, &(100..120).collect::<Vec<u32>>());
     let (pool, order): (Pool, Vec<usize>) = (Pool::new(30), (0..30).collect());
     let mut views = pool.views(&order);
-    views.0.truncate(1);
+    views.layers.truncate(1);
     let blocks = BlockTransfer {
         keys: all.keys(&names[..30]),
         first_layer: 0,

@@ -75,7 +75,7 @@ impl Store {
 fn cell_range(chunks: u32) -> CellRange {
     let tokens = chunks * CHUNK;
     let plane = || PlaneView::canonical(4096, tokens, 4);
-    let views = (0..LAYERS).map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
+    let views: Vec<_> = (0..LAYERS).map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
     CellRange {
         first_token: 0,
         tokens: tokens.into(),
@@ -83,7 +83,7 @@ fn cell_range(chunks: u32) -> CellRange {
         layers: LAYERS,
         by_layer: false,
         wanted: Wanted::All,
-        views: Arc::new(Views(views)),
+        views: Arc::new(Views::from(views)),
         after: None,
     }
 }

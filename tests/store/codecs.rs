@@ -78,7 +78,7 @@ impl Tensors {
             layers: LAYERS,
             by_layer: false,
             wanted: Wanted::All,
-            views: Arc::new(Views(self.0.iter_mut().map(layer).collect())),
+            views: Arc::new(Views::from(self.0.iter_mut().map(layer).collect::<Vec<_>>())),
             after: None,
         }
     }

@@ -28,6 +28,7 @@ mod reserve;
 mod resident;
 mod review;
 mod scenarios;
+mod shared;
 mod shrink;
 mod sim;
 mod slot_reclamation;

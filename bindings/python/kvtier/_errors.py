@@ -137,6 +137,10 @@ class StateError(Error, RuntimeError):
     """The object is not in a state that allows this."""
 
 
+class LostError(Error, ConnectionError):
+    """The process that serves a shared store is gone."""
+
+
 CLASSES: Dict[int, Type[Error]] = {
     _abi.KVT_E_INVALID: InvalidError,
     _abi.KVT_E_HANDLE: HandleError,
@@ -160,6 +164,7 @@ CLASSES: Dict[int, Type[Error]] = {
     _abi.KVT_E_LIMIT: LimitError,
     _abi.KVT_E_PIN_QUOTA: PinQuotaError,
     _abi.KVT_E_STATE: StateError,
+    _abi.KVT_E_LOST: LostError,
 }
 
 NAMES: Dict[int, str] = {

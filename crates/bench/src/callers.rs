@@ -67,7 +67,7 @@ impl Caller {
         let k = self.buffer.address().expose_provenance() as u64;
         let v = k + u64::from(rows) * self.token_bytes;
         let plane = |address| PlaneView::canonical(address, rows, self.token_bytes);
-        Arc::new(Views(vec![LayerViews { k: plane(k), v: Some(plane(v)) }]))
+        Arc::new(Views::from(vec![LayerViews { k: plane(k), v: Some(plane(v)) }]))
     }
 
     /// Puts or gets a document. Returns the seconds of each call.

@@ -253,7 +253,7 @@ pub unsafe fn copy_inline(batch: &CopyBatch) -> Result<()> {
 }
 
 pub(super) fn copy_of<'a>(batch: &'a CopyBatch, item: &CopyItem) -> Result<Copy<'a>> {
-    let layer = &batch.views[item.views].0[item.layer];
+    let layer = &batch.views[item.views].layers[item.layer];
     let plane = match (&layer.v, item.is_v) {
         (Some(v), true) => v,
         _ => &layer.k,

@@ -137,9 +137,19 @@ impl CopyBatch {
         self.jobs.iter().copied()
     }
 
+    /// The process that must make the copies; None = this one. All copies of a batch have the same.
+    pub fn client(&self) -> Option<u64> {
+        self.views.first()?.origin.map(|origin| origin.client)
+    }
+
+    /// Whether copies of a transfer with these views may be in the batch.
+    pub(super) fn fits(&self, views: &Views) -> bool {
+        self.jobs.is_empty() || self.client() == views.origin.map(|origin| origin.client)
+    }
+
     /// Index of a transfer's views. Jobs of one transfer mostly follow each other, so a look at the
     /// last views is enough.
-    pub(super) fn add_views(&mut self, views: &Arc<Views>) -> usize {
+    pub fn view_index(&mut self, views: &Arc<Views>) -> usize {
         if self.views.last().is_none_or(|last| !Arc::ptr_eq(last, views)) {
             self.views.push(views.clone());
         }
@@ -443,13 +453,34 @@ pub struct LayerViews {
 
 /// The planes of all layers of a transfer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Views(pub Vec<LayerViews>);
+pub struct Views {
+    /// The planes of each layer.
+    pub layers: Vec<LayerViews>,
+    /// The process whose memory they are in; None = this one. No thread of this process copies to or
+    /// from memory of another one.
+    pub origin: Option<Origin>,
+}
+
+/// A transfer of another process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// Number of the process's connection.
+    pub client: u64,
+    /// That process's number of the transfer.
+    pub transfer: u64,
+}
+
+impl From<Vec<LayerViews>> for Views {
+    fn from(layers: Vec<LayerViews>) -> Views {
+        Views { layers, origin: None }
+    }
+}
 
 impl Views {
     /// Name and layer of the first plane that only a device can reach.
     pub fn on_device(&self) -> Option<(&'static str, usize)> {
         let is_in_device = |plane: &PlaneView| plane.memory == Memory::Device;
-        self.0.iter().enumerate().find_map(|(at, layer)| match &layer.v {
+        self.layers.iter().enumerate().find_map(|(at, layer)| match &layer.v {
             _ if is_in_device(&layer.k) => Some(("K", at)),
             Some(v) if is_in_device(v) => Some(("V", at)),
             _ => None,
@@ -466,7 +497,7 @@ impl Views {
         direction: Direction,
     ) -> Result<()> {
         let side = if direction == Direction::Gather { Side::Source } else { Side::Target };
-        for (i, layer) in self.0.iter().enumerate() {
+        for (i, layer) in self.layers.iter().enumerate() {
             let at = first_layer + i;
             let Some(group) = layout.group(at) else {
                 fail!(Invalid, "there is no layer {at}: the layout has {}", layout.layers());

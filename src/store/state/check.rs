@@ -55,7 +55,7 @@ impl StoreState {
             return Ok(());
         }
         let stats = self.host.stats();
-        if stats.live_pieces != pieces {
+        if stats.live_pieces != pieces + self.host.held_pieces() {
             fail!(
                 State,
                 "{} pieces of host memory are in use, {pieces} cells are resident there",

@@ -174,7 +174,7 @@ impl StoreState {
     /// Whether a job may use replicas: the engine's tensors of its layer are on the device.
     fn may_use_replica(&self, job: &Job) -> bool {
         let filled = &self.transfers.table[job.number].spec;
-        let layer = filled.views.0.get(job.cell.layer.wrapping_sub(filled.first_layer));
+        let layer = filled.views.layers.get(job.cell.layer.wrapping_sub(filled.first_layer));
         let on_device = layer.is_some_and(|layer| {
             layer.k.memory == Memory::Device
                 && layer.v.as_ref().is_none_or(|v| v.memory == Memory::Device)

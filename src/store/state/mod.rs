@@ -51,12 +51,13 @@ use crate::base::account::Account;
 use crate::base::budget::Tier;
 use crate::base::status::Result;
 use crate::base::sync::Arc;
+use crate::device::Direction;
 use crate::format::keys::Key;
 use crate::format::record;
 use crate::meta::chunks::{Cell, Location};
 use crate::meta::index::Slot;
 use crate::store::events::{Event, Events, Kind};
-use crate::store::state::batches::Stages;
+use crate::store::state::batches::{CopyBatch, Stages};
 use crate::store::state::chunk_table::note;
 use crate::store::state::eviction::Eviction;
 use crate::store::state::namespaces::Namespaces;
@@ -65,6 +66,7 @@ use crate::store::state::transfer::Table;
 use crate::store::state::transfer::Transfers;
 use crate::store::state::work::WorkerKind;
 use crate::tier::disk::{DiskTier, Spot};
+use crate::tier::host::shared::SharedSlabs;
 use crate::tier::host::{HostTier, Piece};
 
 /// Tiers as indices of arrays, and as bits of a mask.
@@ -155,6 +157,28 @@ impl StoreState {
         self.end_chunks();
         self.resume_quotas();
         self.abandon_overdue();
+        self.settle();
+    }
+
+    /// Makes memory for cells from now on memory that other processes can map.
+    pub fn share_host(&mut self) -> Result<Arc<SharedSlabs>> {
+        let slabs = Arc::new(SharedSlabs::create(self.config.host_bytes)?);
+        self.host.share(slabs.clone());
+        Ok(slabs)
+    }
+
+    /// Keeps the memory that a process writes for its puts from being used again, until
+    /// [`StoreState::let_go`].
+    pub fn hold_for(&mut self, batch: &CopyBatch) -> Vec<Piece> {
+        let puts = batch.items.iter().filter(|item| item.direction == Direction::Gather);
+        self.host.hold(puts.map(|item| item.address))
+    }
+
+    /// Ends [`StoreState::hold_for`]: the process is gone.
+    pub fn let_go(&mut self, pieces: &[Piece]) {
+        if let Err(error) = self.host.let_go(pieces) {
+            log::error!("internal: memory of a process that is gone was freed twice: {error}");
+        }
         self.settle();
     }
 

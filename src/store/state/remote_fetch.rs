@@ -537,7 +537,7 @@ impl StoreState {
                 layers,
                 by_layer: false,
                 wanted: wanted.clone(),
-                views: Arc::new(Views(Vec::new())),
+                views: Arc::new(Views::from(Vec::new())),
                 after: None,
             };
             // Without memory for it now, the cell is fetched when a get requests it.

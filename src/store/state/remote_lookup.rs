@@ -230,7 +230,7 @@ impl StoreState {
             layers: 1,
             by_layer: false,
             needed_from: Vec::new(),
-            views: Arc::new(Views(Vec::new())),
+            views: Arc::new(Views::from(Vec::new())),
             after: None,
             ticket: None,
         };

@@ -241,7 +241,7 @@ impl StoreState {
         let job = &self.transfers.jobs[id];
         let transfer = &self.transfers.table[job.number];
         let (rows, direction) = (&self.tables[transfer.spec.table as usize], transfer.direction());
-        let views = batch.add_views(&transfer.spec.views);
+        let views = batch.view_index(&transfer.spec.views);
         let is_state = rows.is_state(job.cell.layer);
         let chunk_rows = if is_state { 1 } else { rows.layout.chunk_tokens() };
         let mut stretches = Stretches::new(transfer, job.at, job.cells() as usize);

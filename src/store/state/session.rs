@@ -148,6 +148,21 @@ impl StoreState {
         Ok(())
     }
 
+    /// Appends tokens, and media whose positions count from the first of these.
+    pub fn append_after(&mut self, at: u32, tokens: &[u32], mut media: Vec<Medium>) -> Result<()> {
+        let before = self.session(at)?.path.tokens().len() as u64;
+        for one in &mut media {
+            one.token = one.token.saturating_add(before);
+        }
+        self.append_media(at, tokens, &media)
+    }
+
+    /// A number of tokens from `first` on; 0 = all up to the end of the session.
+    pub fn range_tokens(&self, at: u32, first: u64, tokens: u64) -> Result<u64> {
+        let all = self.session(at)?.path.tokens().len() as u64;
+        Ok(if tokens == 0 { all.saturating_sub(first) } else { tokens })
+    }
+
     /// Runs `act` on some chunks of a path, then notifies the policies which of those are
     /// referenced now.
     pub(super) fn with_path<R>(

@@ -267,6 +267,19 @@ impl StoreState {
         Ok(TierSnapshot { limit_bytes, used_bytes, live_bytes, marks_bytes })
     }
 
+    /// Changes the limit of host memory or of the disk.
+    pub fn set_limit(&mut self, tier: Tier, bytes: u64) -> Result<()> {
+        match tier {
+            Tier::Host => self.set_host_bytes(bytes),
+            Tier::Disk => self.set_disk_bytes(bytes),
+            _ => fail!(
+                Unsupported,
+                "the limit of tier {} cannot be changed: use KVT_TIER_HOST or KVT_TIER_DISK",
+                tier.name()
+            ),
+        }
+    }
+
     /// Sets the limit of cells in host memory, in bytes. Chunks beyond it are evicted in the usual
     /// way, over time; nothing waits for it.
     pub fn set_host_bytes(&mut self, bytes: u64) -> Result<()> {

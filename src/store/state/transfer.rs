@@ -477,14 +477,26 @@ impl StoreState {
                 "the store has no remote: put with another level, or open the store with remote="
             );
         }
-        if spec.kind != TransferKind::Prefetch && spec.views.0.len() != spec.layers {
-            fail!(Invalid, "{} views for {} layers", spec.views.0.len(), spec.layers);
+        // Views of another process stay there, and are checked there.
+        let is_own = spec.views.origin.is_none();
+        if is_own && spec.kind != TransferKind::Prefetch && spec.views.layers.len() != spec.layers {
+            fail!(Invalid, "{} views for {} layers", spec.views.layers.len(), spec.layers);
         }
         self.check_after_event(spec)?;
         self.transfers.check_room()
     }
 
     /// Checks that the views cover so many tokens of so many chunks.
+    /// Checks the first layer and the number of layers of a transfer of a session.
+    pub fn check_layers(&self, session: u32, (first, count): (usize, usize)) -> Result<()> {
+        let namespace = self.session(session)?.namespace();
+        let has = self.table_of(namespace).map_or(0, |table| table.layout.layers());
+        match first.checked_add(count) {
+            Some(end) if count > 0 && end <= has => Ok(()),
+            _ => fail!(Invalid, "{count} layers from {first} on: the layout has {has}"),
+        }
+    }
+
     pub(super) fn check_views(
         &self,
         (table, kind): (u32, TransferKind),
@@ -494,6 +506,7 @@ impl StoreState {
         chunks: u32,
     ) -> Result<()> {
         let direction = match kind {
+            _ if views.origin.is_some() => return Ok(()),
             TransferKind::Prefetch => return Ok(()),
             TransferKind::Put => Direction::Gather,
             TransferKind::Get => Direction::Scatter,
@@ -1399,7 +1412,14 @@ impl StoreState {
             if self.reroute_lost(id) {
                 continue;
             }
-            cells += self.transfers.jobs[id].cells() as usize;
+            let job = &self.transfers.jobs[id];
+            let spec = &self.transfers.table[job.number].spec;
+            if !batch.fits(&spec.views) {
+                let (lane, flow, rest) = (spec.lane, spec.flow, (job.cells() as u16, job.bytes));
+                self.copies_of(uses_device).put_back(lane, flow, id, rest);
+                break;
+            }
+            cells += job.cells() as usize;
             bytes += self.take_copy(id, self.config.copy_bytes, &mut batch);
         }
         if batch.jobs.is_empty() {
@@ -1463,7 +1483,7 @@ impl StoreState {
         let (lane, flow) = (transfer.spec.lane, transfer.spec.flow);
         let left = bytes / u64::from(tokens) * u64::from(tokens - copied);
         self.transfers.jobs[id].step = Step::Copies;
-        self.stages.copy.queue.put_back(lane, flow, id, left);
+        self.stages.copy.queue.put_back(lane, flow, id, (1, left));
         true
     }
 
@@ -1513,7 +1533,7 @@ impl StoreState {
             false => chunk as u32 * rows.layout.chunk_tokens() + copied,
         };
         let before = |plane_bytes: u64| plane_bytes / all.max(1) * u64::from(copied);
-        let (views, job) = (batch.add_views(&one.spec.views), batch.jobs.len());
+        let (views, job) = (batch.view_index(&one.spec.views), batch.jobs.len());
         let (memory, direction) = (side.memory, one.direction());
         let past_caches = one.is_past_caches(planes.bytes());
         let mut add = |is_v: bool, offset: u64| {

@@ -7,8 +7,11 @@ mod cut;
 mod registration;
 mod reserve;
 mod resize;
+pub mod shared;
 mod slab;
 mod table;
+
+use std::collections::BTreeMap;
 
 use crate::base::account::Account;
 use crate::base::memory::{MAX_BUFFER_BYTES, Requirement};
@@ -18,6 +21,7 @@ use crate::device::Device;
 use crate::fail;
 use crate::meta::index::NONE;
 pub use registration::Registration;
+use shared::SharedSlabs;
 use slab::{MAX_PIECES, Slab};
 use table::{Entry, List, Table};
 
@@ -169,6 +173,10 @@ pub struct HostTier {
     device: Option<Arc<dyn Device>>,
     /// Slabs that are not registered yet.
     unregistered: Vec<Arc<Registration>>,
+    /// Where slabs lie that other processes map.
+    shared: Option<Arc<SharedSlabs>>,
+    /// Pieces that a process may still write to, and whether they were freed.
+    held: BTreeMap<Piece, bool>,
 }
 
 impl HostTier {
@@ -195,6 +203,8 @@ impl HostTier {
             reserve: None,
             device: None,
             unregistered: Vec::new(),
+            shared: None,
+            held: BTreeMap::new(),
         })
     }
 
@@ -263,6 +273,10 @@ impl HostTier {
         };
         if !slab.is_live(piece.index()) {
             return Err(stale(piece));
+        }
+        if let Some(is_freed) = self.held.get_mut(&piece) {
+            *is_freed = true;
+            return Ok(());
         }
         self.live_pieces -= 1;
         self.live_bytes -= slab.piece_bytes();
@@ -493,7 +507,8 @@ impl HostTier {
         let Some(huge) = [self.huge, Requirement::No].into_iter().find(fits) else {
             fail!(Limit, "{bytes} bytes more; {left} of {} are free", self.max_bytes);
         };
-        Slab::map(self.account.as_ref(), bytes, PIECE_ALIGN_BYTES, huge)
+        let source = (self.account.as_ref(), self.shared.as_ref());
+        Slab::map(source, bytes, PIECE_ALIGN_BYTES, huge)
     }
 
     fn join_class(&mut self, number: u32, class: usize) {

@@ -23,8 +23,8 @@ impl HostTier {
         if self.table.is_full() {
             fail!(Limit, "the limit of {} slabs is reached", self.table.len());
         }
-        let account = self.account.as_ref();
-        let mut slab = Slab::map(account, piece_bytes, piece_bytes, Requirement::No)?;
+        let source = (self.account.as_ref(), self.shared.as_ref());
+        let mut slab = Slab::map(source, piece_bytes, piece_bytes, Requirement::No)?;
         slab.cut(piece_bytes, 1);
         if let Some(device) = &self.device {
             self.unregistered.push(slab.register(device));

@@ -8,6 +8,7 @@ use crate::base::status::{Result, Status};
 use crate::base::sync::Arc;
 use crate::device::Device;
 use crate::tier::host::registration::{Registrar, Registration};
+use crate::tier::host::shared::SharedSlabs;
 use crate::tier::host::table::Entry;
 
 /// Most pieces of a slab.
@@ -28,6 +29,7 @@ pub struct Slab {
     /// A bit for each word with a free piece.
     summary: [u64; SUMMARY],
     piece_bytes: u64,
+    mapped_bytes: u64,
     pieces: u32,
     live: u32,
     /// Dropped last: the charge ends when the memory is unmapped.
@@ -58,9 +60,10 @@ impl Drop for Cost {
 }
 
 impl Slab {
-    /// Maps a slab, after charging the account for it and its tables. It must be cut before use.
+    /// Maps a slab, in the shared file if there is one, after charging the account for it and its
+    /// tables. It must be cut before use.
     pub fn map(
-        account: Option<&Arc<Account>>,
+        (account, shared): (Option<&Arc<Account>>, Option<&Arc<SharedSlabs>>),
         bytes: u64,
         align_bytes: u64,
         huge: Requirement,
@@ -79,10 +82,15 @@ impl Slab {
         if owners.try_reserve_exact(most as usize).is_err() {
             return Err(Status::NoMem.into());
         }
-        let request = AllocationRequest { bytes, huge, ..AllocationRequest::default() };
-        let faults = account.and_then(|account| account.budget().core().faults());
-        let buffer = Buffer::map(&request, faults)?;
-        debug_assert_eq!(buffer.charged_bytes(), mapped_bytes, "charged is what was mapped");
+        let buffer = match shared {
+            Some(shared) => shared.map(bytes)?,
+            None => {
+                let request = AllocationRequest { bytes, huge, ..AllocationRequest::default() };
+                let faults = account.and_then(|account| account.budget().core().faults());
+                Buffer::map(&request, faults)?
+            }
+        };
+        debug_assert!(shared.is_some() || buffer.charged_bytes() == mapped_bytes);
         Ok(Slab {
             registrar: None,
             buffer,
@@ -90,6 +98,7 @@ impl Slab {
             owners,
             summary: [0; SUMMARY],
             piece_bytes: bytes,
+            mapped_bytes,
             pieces: 0,
             live: 0,
             cost,
@@ -202,7 +211,7 @@ impl Slab {
 
     /// Bytes that are mapped.
     pub fn mapped_bytes(&self) -> u64 {
-        self.buffer.charged_bytes()
+        self.mapped_bytes
     }
 
     /// Bytes that are charged, tables included.

@@ -29,7 +29,8 @@ fn best_ns(mut body: impl FnMut()) -> f64 {
 /// Stores the layers of a session without copying any bytes.
 fn store(core: &mut StoreState, session: u32, tokens: u32, layers: std::ops::Range<usize>) {
     let plane = || PlaneView::canonical(4096, tokens, 4);
-    let views = layers.clone().map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
+    let views: Vec<_> =
+        layers.clone().map(|_| LayerViews { k: plane(), v: Some(plane()) }).collect();
     let cell_range = CellRange {
         first_token: 0,
         tokens: u64::from(tokens),
@@ -37,7 +38,7 @@ fn store(core: &mut StoreState, session: u32, tokens: u32, layers: std::ops::Ran
         layers: layers.len(),
         by_layer: false,
         wanted: Wanted::All,
-        views: Arc::new(Views(views)),
+        views: Arc::new(Views::from(views)),
         after: None,
     };
     core.submit_cell_range(session, TransferKind::Put, Level::Ram, 0, cell_range).unwrap();

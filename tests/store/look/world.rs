@@ -270,7 +270,7 @@ impl World {
             layers: layers.len(),
             by_layer: false,
             wanted: self.wanted.clone(),
-            views: Arc::new(Views(views.collect())),
+            views: Arc::new(Views::from(views.collect::<Vec<_>>())),
             after: None,
         };
         let mut core = self.core.0.lock();
@@ -293,7 +293,7 @@ impl World {
             keys: keys.to_vec(),
             first_layer: 0,
             layers: layout.layers(),
-            views: Arc::new(Views(views.collect())),
+            views: Arc::new(Views::from(views.collect::<Vec<_>>())),
             after: None,
         };
         let terms = (kind, Level::Ram, 0);

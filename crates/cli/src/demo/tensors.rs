@@ -23,10 +23,11 @@ impl Tensors {
             PlaneView::canonical(bytes.as_mut_ptr() as u64, tokens as u32, token_bytes)
         };
         let layers = self.0.iter_mut();
-        let views = layers.map(|[k, v]| LayerViews { k: plane(k), v: Some(plane(v)) }).collect();
+        let views: Vec<_> =
+            layers.map(|[k, v]| LayerViews { k: plane(k), v: Some(plane(v)) }).collect();
         let layers = model.layout.layers();
         let (first_token, first_layer) = (0, 0);
-        let views = Arc::new(Views(views));
+        let views = Arc::new(Views::from(views));
         let (wanted, after) = (Wanted::All, None);
         CellRange { first_token, tokens, first_layer, layers, by_layer, wanted, views, after }
     }

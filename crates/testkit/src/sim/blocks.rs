@@ -173,7 +173,7 @@ impl World {
             keys: World::keys_of(namespace, &names)?,
             first_layer: 0,
             layers: layout.layers(),
-            views: Arc::new(Views(views)),
+            views: Arc::new(Views::from(views)),
             after: None,
         };
         let Some(asker) = self.asker(namespace)? else { return Ok(()) };

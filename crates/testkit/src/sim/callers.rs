@@ -103,7 +103,7 @@ impl World {
             let group = layout.group(first_layer + i)?;
             Some(views_of(group, planes, count, each, memory))
         });
-        let views = Arc::new(Views(views.collect::<Option<Vec<_>>>()?));
+        let views = Arc::new(Views::from(views.collect::<Option<Vec<_>>>()?));
         let by_layer = self.random.coin();
         let cell_range = CellRange {
             first_token: first as u64,

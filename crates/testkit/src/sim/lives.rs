@@ -114,7 +114,8 @@ impl World {
         let Some(group) = layout.group(layer) else { return Ok(()) };
         let (k, v) = Planes::lengths(group, each, each);
         let mut planes = Planes { k: vec![POISON; k], v: vec![POISON; v] };
-        let views = Arc::new(Views(vec![views_of(group, &mut planes, each, each, Memory::Host)]));
+        let views =
+            Arc::new(Views::from(vec![views_of(group, &mut planes, each, each, Memory::Host)]));
         let cell_range = CellRange {
             first_token: first as u64,
             tokens: each as u64,
