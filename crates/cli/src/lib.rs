@@ -12,7 +12,9 @@ pub mod manual;
 mod plan;
 mod remote;
 mod run;
+mod serve;
 mod spec;
+mod store_args;
 pub mod stream;
 
 use std::path::PathBuf;
@@ -106,6 +108,8 @@ enum Command {
     },
     /// Run a program of llama.cpp, such as llama-server, with a KV cache that outlives it
     Run(run::Args),
+    /// Serve one store to several processes of this machine, which share its memory and its disk
+    Serve(serve::Args),
     /// Compute how many tokens of a model's KV memory, disk and remote hold, and minimum sizes
     Plan(plan::Args),
     #[command(flatten)]
@@ -180,6 +184,7 @@ pub fn main() -> ExitCode {
         Command::Spec { specs, json } => spec::run(specs, json),
         Command::Man { dir } => manual::write_man(&dir).map_err(Into::into),
         Command::Run(args) => run::run(&args),
+        Command::Serve(args) => serve::run(&args),
         Command::Plan(args) => plan::run(&args),
         Command::Control(command) => control::run(command),
         Command::Fsck { dir, json, read_only, most } => {

@@ -1,18 +1,15 @@
 //! `kvtier run`: starts a program of llama.cpp with a library between it and libllama.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, FileExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use kvtier::base::spec::{Arg, MAX_SPEC_BYTES, Spec, Value};
-
-use crate::remote::{RemoteTarget, number};
-use crate::spec;
-use crate::stream::sizes::bytes;
+use crate::remote::number;
+use crate::store_args::StoreArgs;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
@@ -28,25 +25,8 @@ const PT_INTERP: u32 = 3;
 /// The store, and the program.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory for KV, which is made if it is missing; without it KV ends with the program
-    #[arg(long, value_name = "DIR")]
-    disk: Option<PathBuf>,
-    /// Limit of that directory
-    #[arg(long, default_value = "8GiB", value_parser = bytes, value_name = "SIZE", requires = "disk")]
-    disk_size: u64,
-    /// Host memory for KV
-    #[arg(long, default_value = "1GiB", value_parser = bytes, value_name = "SIZE")]
-    host: u64,
-    /// Eviction policy of host memory, such as `s3fifo`; default: the library's
-    #[arg(long, value_name = "SPEC")]
-    policy: Option<String>,
-    /// KV on a server, shared by machines: redis://HOST[:PORT], dir:PATH, or a remote of a store's
-    /// spec; secrets are read from KVTIER_REMOTE_PASSWORD and others
-    #[arg(long)]
-    remote: Option<String>,
-    /// Spec of the whole store instead, such as `store(host=8GiB, disk=disk(path="kv"))`
-    #[arg(long, value_name = "SPEC", conflicts_with_all = ["disk", "disk_size", "host", "policy", "remote"])]
-    store: Option<String>,
+    #[command(flatten)]
+    store: StoreArgs,
     /// KV is shared only with runs that give the same text
     #[arg(long, value_name = "TEXT")]
     salt: Option<String>,
@@ -67,8 +47,11 @@ pub struct Args {
 /// Replaces this process by the program.
 pub fn run(args: &Args) -> Outcome<()> {
     let library = library(args.library.as_deref())?;
-    let remote = args.remote.as_deref().map(RemoteTarget::read).transpose()?;
-    let store = store(args, remote.as_ref())?;
+    let remote = args.store.remote()?;
+    // The engine waits for what it restores: its own thread copies it, which no other thread is woken for.
+    let inline = ("inline", number(INLINE_BYTES as f64));
+    let inline = (!args.store.is_whole()).then_some(inline);
+    let store = args.store.spec(remote.as_ref(), inline)?;
     let program = found(Path::new(&args.program[0]))?;
     if is_static(&program) {
         return Err(format!(
@@ -96,48 +79,6 @@ pub fn run(args: &Args) -> Outcome<()> {
         command.env("KVTIER_RUN_STATS", std::path::absolute(stats)?);
     }
     Err(format!("{} cannot be started: {}", program.display(), command.exec()).into())
-}
-
-/// The spec of the store, which the library opens in the program.
-fn store(args: &Args, remote: Option<&RemoteTarget>) -> Outcome<String> {
-    let spec = match &args.store {
-        Some(text) => text.clone(),
-        None => from_options(args, remote)?.to_string(),
-    };
-    spec::check(&spec).map_err(|error| format!("the store's spec {spec}: {error}"))?;
-    if spec.len() > MAX_SPEC_BYTES {
-        return Err("the store's spec is too long".into());
-    }
-    Ok(spec)
-}
-
-fn from_options(args: &Args, remote: Option<&RemoteTarget>) -> Outcome<Spec> {
-    let arg = |key: &str, value| Arg { key: key.to_string(), value, offset: 0 };
-    // The engine waits for what it restores: its own thread copies it, which no other thread is woken for.
-    let inline = number(INLINE_BYTES as f64);
-    let mut all = vec![arg("host", number(args.host as f64)), arg("inline", inline)];
-    if let Some(disk) = &args.disk {
-        // The name is that of `kvtier-llama --disk`, which shares the KV.
-        let path = std::path::absolute(disk)?.join("kv");
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(disk)
-            .map_err(|error| format!("the directory {} cannot be made: {error}", disk.display()))?;
-        let path = path.to_str().ok_or("the path of --disk is not UTF-8")?.to_string();
-        let args =
-            vec![arg("path", Value::Text(path)), arg("bytes", number(args.disk_size as f64))];
-        let disk = Spec { name: "disk".to_string(), args, offset: 0 };
-        all.push(arg("disk", Value::Spec(disk)));
-    }
-    if let Some(policy) = &args.policy {
-        all.push(arg("policy", Value::Spec(Spec::parse(policy)?)));
-    }
-    if let Some(remote) = remote {
-        let remote = Spec::parse(&remote.words())?;
-        all.push(arg("remote", Value::Spec(remote)));
-    }
-    Ok(Spec { name: "store".to_string(), args: all, offset: 0 })
 }
 
 fn library(given: Option<&Path>) -> Outcome<PathBuf> {

@@ -13,7 +13,7 @@ type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 /// Longest configuration file.
 pub const MAX_FILE_BYTES: u64 = 64 << 10;
 /// Parameters whose text is not a spec.
-pub const TEXTS: [&str; 2] = ["path", "control"];
+pub const TEXTS: [&str; 4] = ["path", "control", "serve", "shared"];
 
 /// An error at a byte offset of the file.
 #[derive(Debug)]

@@ -54,7 +54,7 @@ pub fn page() -> Result<String> {
 }
 
 fn rules() -> String {
-    let texts = TEXTS.map(code).join(" and ");
+    let texts = TEXTS.map(code).join(", ");
     format!(
         "- A key of the file is a parameter of `store(...)`; a table is a nested spec of that name. `[disk]` and \
          `[device]` are such tables.\n- A string holds a value in the notation of specs: `\"8GiB\"`, \

@@ -12,6 +12,7 @@ mod plan;
 mod remote;
 mod run;
 mod s3;
+mod serve;
 mod spans;
 mod sparse;
 mod stream;

@@ -65,8 +65,8 @@ fn the_program_gets_the_store_and_the_library() {
     };
     let path = disk.join("kv").to_str().expect("text").replace('"', "\\\"");
     let store = format!(
-        "store(host=67108864,inline=33554432,disk=disk(path=\"{path}\",bytes=2147483648),policy=s3fifo,\
-         remote=dir(path=\"/srv/kv\"))"
+        "store(host=67108864,disk=disk(path=\"{path}\",bytes=2147483648),policy=s3fifo,\
+         remote=dir(path=\"/srv/kv\"),inline=33554432)"
     );
     assert_eq!(value("KVTIER_RUN_STORE"), store);
     assert_eq!(value("LD_PRELOAD"), library);
