@@ -25,10 +25,12 @@ const UNIT: u64 = 8;
 const SPINS: u32 = 64;
 
 /// A word on a cache line of its own.
+#[derive(Default)]
 #[repr(C, align(128))]
 struct Line<T>(T);
 
 /// The shared words of a ring. Zeros are an empty ring.
+#[derive(Default)]
 #[repr(C)]
 pub struct Words {
     /// Bytes read so far.
@@ -368,7 +370,7 @@ fn pause(word: &AtomicU32, _most_ns: u64) {
 #[cfg(feature = "shuttle")]
 fn wake_all(word: &AtomicU32) {
     // A sleeper of the model looks at the word again and again.
-    debug_assert!(word.load(Ordering::SeqCst) == 0);
+    let _ = word;
 }
 
 #[cfg(all(test, not(feature = "shuttle")))]

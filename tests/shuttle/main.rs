@@ -4,5 +4,6 @@
 #![allow(missing_docs)]
 
 mod disk_tier;
+mod ring;
 mod runtime;
 mod store_core;
